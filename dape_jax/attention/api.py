@@ -1,0 +1,226 @@
+"""``dape_attention``: one function with one meaning, whatever computes it."""
+
+import functools
+import logging
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from dape_jax import adapt as adapt_lib
+from dape_jax import biases
+from dape_jax.attention import blocks as blocks_lib
+from dape_jax.attention import blockwise, reference
+from dape_jax.attention.arguments import Arrays, Spec
+from dape_jax.errors import UserError, nearest
+
+_log = logging.getLogger(__name__)
+
+BACKENDS = ("blockwise", "reference")
+"""In the order in which "auto" tries them."""
+
+
+def dape_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    bias: biases.Bias | None = None,
+    bias_params: biases.Params | None = None,
+    adapt: adapt_lib.Adapt | None = None,
+    adapt_params: adapt_lib.Params | None = None,
+    causal: bool = True,
+    q_positions: jax.Array | None = None,
+    k_positions: jax.Array | None = None,
+    q_segment_ids: jax.Array | None = None,
+    k_segment_ids: jax.Array | None = None,
+    k_valid: jax.Array | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    block_sizes: blocks_lib.BlockSizes | None = None,
+    batch_axes: tuple[str, ...] = (),
+) -> jax.Array:
+    """Attention with an additive position bias and the DAPE network on its logits.
+
+    ``softmax(A) v`` with ``A = S + B + f(S, B)`` (arXiv 2405.14722, equation 3, for the default variant),
+    ``S = scale q k^T``, B the position bias and f the network. Logits, bias, network and softmax are computed in
+    float32 (float64 for float64 inputs). Differentiable in q, k, v, ``bias_params`` and ``adapt_params``.
+
+    Args:
+      q: [B, Tq, Hq, d].
+      k, v: [B, Tk, Hkv, d] with Hq a multiple of Hkv; query head h reads key head h // (Hq / Hkv).
+      bias: position bias, None for none (NoPE, or rotary positions already in q and k).
+      bias_params: its parameters, as ``bias.init(key, Hq)`` returns them. ALiBi has none.
+      adapt: the DAPE network, None for plain attention.
+      adapt_params: its parameters, as ``adapt.init(key, Hq, bias is not None)`` returns them.
+      causal: a query attends to keys with k_position <= q_position. Otherwise to all, with the distance |i - j|.
+      q_positions: int32 [Tq] or [B, Tq]; default the last Tq of 0 .. Tk-1.
+      k_positions: int32 [Tk] or [B, Tk]; default 0 .. Tk-1.
+      q_segment_ids, k_segment_ids: int32 [B, Tq] and [B, Tk], both or neither; only equal ids attend to each other.
+      k_valid: bool [B, Tk]; False marks padding, which nobody attends to.
+      scale: of q k^T; default d ** -0.5.
+      backend: "auto", or one of ``BACKENDS``, which is then used or refused, never replaced.
+      block_sizes: tile of the blockwise backend; default ``blocks.heuristic``.
+      batch_axes: axes of the ambient mesh (``jax.set_mesh``) over which the batch is split. The attention then runs
+        inside ``jax.shard_map``, each device on its own rows, with gradients of parameters summed once.
+
+    Returns:
+      [B, Tq, Hq, d] in the dtype of q. A query that may attend to nothing gives zeros, and zero gradients.
+
+    Raises:
+      UserError: an argument of the wrong shape, dtype or name; the message names it.
+    """
+    spec, arrays = _checked(
+        q, k, v, bias, bias_params, adapt, adapt_params, causal, q_positions, k_positions,
+        q_segment_ids, k_segment_ids, k_valid, scale,
+    )  # fmt: skip
+    name = choose_backend(backend, block_sizes)
+    run = functools.partial(_run, spec, name, block_sizes)
+    out = _sharded(run, arrays, tuple(batch_axes)) if batch_axes else run(arrays)
+    return jnp.transpose(out, (1, 2, 0, 3))
+
+
+def choose_backend(backend: str = "auto", block_sizes: blocks_lib.BlockSizes | None = None) -> str:
+    """The name of the backend that ``dape_attention`` would use, or UserError for one that cannot serve."""
+    if backend == "auto":
+        chosen = BACKENDS[0]
+        _log_once(f"attention backend: {chosen} (auto, {jax.default_backend()})")
+        return chosen
+    if backend not in BACKENDS:
+        raise UserError(f"attention backend={backend!r} is unknown{nearest(backend, ('auto', *BACKENDS))}")
+    if backend == "reference" and block_sizes is not None:
+        raise UserError("block_sizes: the reference backend has no blocks; leave it None or use backend='blockwise'")
+    return backend
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _log.info(message)
+
+
+def _run(spec: Spec, backend: str, block_sizes: blocks_lib.BlockSizes | None, arrays: Arrays) -> jax.Array:
+    if backend == "reference":
+        return reference.attend(spec, arrays)
+    _, batch, q_length, _ = arrays.q.shape
+    if block_sizes is None:
+        block_sizes = blocks_lib.heuristic(batch, q_length, arrays.k.shape[2], jax.default_backend())
+    elif batch % block_sizes.rows:
+        raise UserError(f"block size rows={block_sizes.rows} does not divide the batch of {batch} rows")
+    return blockwise.attend(spec, arrays, block_sizes)
+
+
+def _sharded(run, arrays: Arrays, batch_axes: tuple[str, ...]) -> jax.Array:
+    """Runs on every device's own rows. The transpose of a replicated input sums its gradient over the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    missing = [axis for axis in batch_axes if axis not in mesh.axis_names]
+    if missing:
+        raise UserError(
+            f"batch_axes: no axis {missing[0]!r} in the ambient mesh {mesh.axis_names}; "
+            "enter one with jax.set_mesh, or leave batch_axes empty"
+        )
+    size = 1
+    for axis in batch_axes:
+        size *= mesh.shape[axis]
+    batch = arrays.q.shape[1]
+    if batch % size:
+        raise UserError(f"batch of {batch} rows cannot be split over {size} devices (mesh axes {batch_axes})")
+    heads_first = PartitionSpec(None, batch_axes)
+    rows_first = PartitionSpec(batch_axes)
+    replicated = PartitionSpec()
+
+    def spec_of(name: str, x) -> PartitionSpec | None:
+        if name in ("q", "k", "v"):
+            return heads_first
+        if name.endswith("params"):
+            return jax.tree.map(lambda _: replicated, x)
+        if x is None:
+            return None
+        return replicated if name.endswith("positions") and x.shape[0] == 1 else rows_first
+
+    specs = Arrays(**{name: spec_of(name, x) for name, x in arrays._asdict().items()})
+    mapped = jax.shard_map(run, in_specs=(specs,), out_specs=heads_first, axis_names=set(batch_axes), check_vma=False)
+    return mapped(arrays)
+
+
+def _checked(
+    q, k, v, bias, bias_params, adapt, adapt_params, causal, q_positions, k_positions, q_segment_ids, k_segment_ids,
+    k_valid, scale,
+) -> tuple[Spec, Arrays]:  # fmt: skip
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise UserError(f"{name} has shape {x.shape}; [batch, time, heads, head dimension] is needed")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise UserError(f"{name} has dtype {x.dtype}; a floating-point one is needed")
+        if x.dtype != q.dtype:
+            raise UserError(f"{name} has dtype {x.dtype} and q has {q.dtype}; one dtype is needed")
+        if x.size == 0:
+            raise UserError(f"{name} has shape {x.shape}; no dimension may be 0")
+    batch, q_length, heads, d = q.shape
+    k_length, kv_heads = k.shape[1:3]
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != d:
+        raise UserError(f"k {k.shape} and v {v.shape} must be alike and share batch and head dimension with q {q.shape}")
+    if heads % kv_heads:
+        raise UserError(f"q has {heads} heads, which is no multiple of the {kv_heads} heads of k and v")
+    if k_positions is None and q_positions is None and q_length > k_length:
+        raise UserError(f"{q_length} queries and {k_length} keys: give q_positions, the default is the last of the keys'")
+    if (q_segment_ids is None) != (k_segment_ids is None):
+        raise UserError("q_segment_ids and k_segment_ids: give both or neither")
+    rows_only = {"q_segment_ids": (q_segment_ids, q_length), "k_segment_ids": (k_segment_ids, k_length),
+                 "k_valid": (k_valid, k_length)}  # fmt: skip
+    for name, (x, length) in rows_only.items():
+        if x is not None and x.shape != (batch, length):
+            raise UserError(f"{name} has shape {x.shape}; {(batch, length)} is needed")
+    if k_valid is not None and k_valid.dtype != jnp.bool_:
+        raise UserError(f"k_valid has dtype {k_valid.dtype}; bool is needed")
+    if k_positions is None:
+        k_positions = jnp.arange(k_length, dtype=jnp.int32)
+    if q_positions is None:
+        q_positions = jnp.arange(k_length - q_length, k_length, dtype=jnp.int32)
+    q_positions = _positions("q_positions", q_positions, batch, q_length)
+    k_positions = _positions("k_positions", k_positions, batch, k_length)
+    if q_positions.shape[0] != k_positions.shape[0]:
+        q_positions = jnp.broadcast_to(q_positions, (batch, q_length))
+        k_positions = jnp.broadcast_to(k_positions, (batch, k_length))
+    spec = Spec(bias, adapt, bool(causal), float(d**-0.5 if scale is None else scale), heads)
+    bias_params, adapt_params = dict(bias_params or {}), dict(adapt_params or {})
+    _check_params(spec, bias_params, adapt_params)
+    return spec, Arrays(
+        *(jnp.transpose(x, (2, 0, 1, 3)) for x in (q, k, v)), bias_params, adapt_params, q_positions, k_positions,
+        q_segment_ids, k_segment_ids, k_valid,
+    )  # fmt: skip
+
+
+def _positions(name: str, x: jax.Array, batch: int, length: int) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise UserError(f"{name} has dtype {x.dtype}; int32 is needed, since floating-point positions alias")
+    if x.shape not in ((length,), (batch, length)):
+        raise UserError(f"{name} has shape {x.shape}; {(length,)} or {(batch, length)} is needed")
+    x = x.astype(jnp.int32)
+    return x[None] if x.ndim == 1 else x
+
+
+def _check_params(spec: Spec, bias_params: Mapping, adapt_params: Mapping) -> None:
+    if spec.bias is None and bias_params:
+        raise UserError(f"bias_params {sorted(bias_params)} given without a bias")
+    if spec.adapt is None and adapt_params:
+        raise UserError(f"adapt_params {sorted(adapt_params)} given without adapt")
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    if spec.bias is not None:
+        init = functools.partial(spec.bias.init, num_heads=spec.num_heads)
+        needed = {name: x.shape for name, x in jax.eval_shape(init, key).items()}
+        constants = {name: x.shape for name, x in spec.bias.constants(spec.num_heads).items()}
+        given = {name: x.shape for name, x in bias_params.items()}
+        _same("bias_params", {**constants, **needed}, {**constants, **given})
+    if spec.adapt is not None:
+        needed = spec.adapt.shapes(spec.num_heads, spec.bias is not None)
+        _same("adapt_params", needed, {name: x.shape for name, x in adapt_params.items()})
+
+
+def _same(what: str, needed: Mapping[str, tuple], given: Mapping[str, tuple]) -> None:
+    for name in sorted({*needed, *given}):
+        if needed.get(name) != given.get(name):
+            raise UserError(f"{what}[{name!r}] has shape {given.get(name)}; {needed.get(name)} is needed")
+
+
+__all__ = ["BACKENDS", "choose_backend", "dape_attention"]

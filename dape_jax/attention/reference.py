@@ -1,0 +1,44 @@
+"""The formula, written out: the oracle that every other backend is tested against. Memory grows with Tq x Tk."""
+
+import jax
+import jax.numpy as jnp
+
+from dape_jax import adapt as adapt_lib
+from dape_jax import biases
+from dape_jax.attention import arguments as args_lib
+from dape_jax.attention.arguments import Arrays, Spec
+
+
+def logits(spec: Spec, arrays: Arrays) -> jax.Array:
+    """The logits just before the softmax, unmasked: [H, B, Tq, Tk] in float32 (float64 for float64 inputs)."""
+    dtype = args_lib.compute_dtype(arrays.q)
+    s = args_lib.raw_logits(spec, arrays.q, arrays.k)
+    params = {name: x.astype(dtype) for name, x in arrays.adapt_params.items()}
+
+    def rows(s: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+        """[H, b, Tq, Tk] for batch rows that share their positions [Tq] and [Tk]."""
+        bias = None
+        if spec.bias is not None:
+            bias = biases.bias_values(
+                spec.bias, arrays.bias_params, spec.num_heads, q_positions, k_positions, dtype
+            )
+        return adapt_lib.adapt_logits(spec.adapt, params, s, adapt_lib.bias_terms(spec.adapt, params, bias))
+
+    if arrays.q_positions.shape[0] == 1:
+        return rows(s, arrays.q_positions[0], arrays.k_positions[0])
+    per_row = jax.vmap(rows, in_axes=(1, 0, 0), out_axes=1)
+    return per_row(s[:, :, None], arrays.q_positions, arrays.k_positions)[:, :, 0]
+
+
+def attend(spec: Spec, arrays: Arrays) -> jax.Array:
+    """Attention output [H, B, Tq, d] in the dtype of q; rows that may attend to nothing are zero."""
+    a = logits(spec, arrays)
+    mask = args_lib.allowed(spec.causal, *arrays[5:])
+    if mask is not None:
+        mask = jnp.broadcast_to(mask[None], a.shape)
+        # Finite, so that a row without any permitted key has a defined softmax; it is zeroed below.
+        a = jnp.where(mask, a, jnp.finfo(a.dtype).min)
+    probabilities = jax.nn.softmax(a, axis=-1)
+    if mask is not None:
+        probabilities = jnp.where(mask, probabilities, 0.0)
+    return args_lib.weighted_values(probabilities, arrays.v).astype(arrays.q.dtype)
