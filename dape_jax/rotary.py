@@ -23,7 +23,7 @@ def rope(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Array
     d = x.shape[-1]
     if d % 2:
         raise UserError(f"head dimension {d} is odd; RoPE needs an even one")
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     frequency = base ** (-jnp.arange(0, d, 2, dtype=dtype) / d)
     if positions.ndim == 1:
         positions = positions[None]

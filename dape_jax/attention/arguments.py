@@ -46,7 +46,7 @@ class Arrays(NamedTuple):
 
 def compute_dtype(x: jax.Array) -> jnp.dtype:
     """Of logits, bias, network and softmax: float32, or float64 where the inputs are."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def matmul_precision(x: jax.Array) -> jax.lax.Precision:

@@ -23,10 +23,10 @@ class BlockSizes:
 def heuristic(batch: int, q_length: int, k_length: int, platform: str) -> BlockSizes:
     """Sizes for the blockwise backend.
 
-    On CPU a tile of about 8,192 positions keeps the network's hidden layer in the second-level cache; elsewhere
+    On CPU a tile of about 16,384 positions keeps the network's hidden layer in the second-level cache; elsewhere
     launches cost more than memory, so tiles are larger and hold every row of the batch.
     """
-    positions, side = (8192, 128) if platform == "cpu" else (2**19, 512)
+    positions, side = (16384, 128) if platform == "cpu" else (2**19, 512)
     q, k = min(side, q_length), min(side, k_length)
     rows = max(1, positions // (q * k)) if platform == "cpu" else batch
     return BlockSizes(q=q, k=k, rows=largest_divisor(batch, rows))

@@ -1,0 +1,1 @@
+"""Configurations: one file a model or family of experiments, without JAX."""

@@ -1,0 +1,59 @@
+"""Batches as a function of the step: row r of global batch n depends on (seed, n, r) alone.
+
+Windows of ``length + 1`` tokens lie end to end over a split, sharing one token, so that every token but the first is
+a target once an epoch; Grain shuffles them anew each epoch by index. A process reads its own rows of each batch, and
+resuming at step n means starting at n: nothing else is stored.
+"""
+
+from collections.abc import Iterator
+
+import grain.python as grain
+import numpy as np
+
+from dape_jax.data.cache import TokenCache
+from dape_jax.errors import UserError
+
+
+class Windows:
+    """Random access to the windows of ``length + 1`` tokens of a split: int32 [length + 1] each."""
+
+    def __init__(self, cache: TokenCache, split: str, length: int):
+        self._tokens = cache.tokens
+        self._first, last = cache.split_bounds(split)
+        self._length = length
+        self._count = (last - self._first - 1) // length
+        if self._count < 1:
+            raise UserError(
+                f"data.sequence_length={length}: the {split} split has {last - self._first} tokens, too few for one window"
+            )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index) -> np.ndarray:
+        start = self._first + int(index) * self._length
+        return np.asarray(self._tokens[start : start + self._length + 1], np.int32)
+
+
+def training_batches(
+    cache: TokenCache,
+    length: int,
+    batch_size: int,
+    seed: int,
+    first_step: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[np.ndarray]:
+    """Yields this process's rows of batch ``first_step`` and all later ones, int32 [rows, length + 1], without end."""
+    if batch_size % process_count:
+        raise UserError(f"training.batch_size={batch_size} cannot be split over {process_count} processes")
+    rows_per_process = batch_size // process_count
+    windows = grain.MapDataset.source(Windows(cache, "train", length)).seed(seed).shuffle().repeat()
+
+    def batch(step: int) -> np.ndarray:
+        first = step * batch_size + process_index * rows_per_process
+        return np.stack([windows[first + row] for row in range(rows_per_process)])
+
+    # Grain counts an endless dataset by the largest integer; the sum with first_step must stay below it.
+    steps = grain.MapDataset.range(first_step, 2**40).map(batch)
+    return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)))

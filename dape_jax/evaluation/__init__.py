@@ -1,0 +1,1 @@
+"""Length extrapolation: scores at many lengths, their statistics, reports, tables and plots."""

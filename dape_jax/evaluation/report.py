@@ -1,0 +1,166 @@
+"""Evaluation reports: what was measured, in JSON, and the table and plot made from it."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import dape_jax
+from dape_jax import config as config_lib
+from dape_jax.attention import choose_backend
+from dape_jax.errors import UserError
+from dape_jax.evaluation import plots
+from dape_jax.evaluation.extrapolation import LengthScores, WindowPlan
+from dape_jax.evaluation.statistics import perplexity
+from dape_jax.training.run import Run
+
+FORMAT = 1
+
+
+def make_report(
+    run: Run, plan: WindowPlan, scores: dict[int, LengthScores], k: int, split: str, step: int
+) -> dict[str, Any]:
+    """The report of one run as a JSON-able dictionary."""
+    config = run.config
+    documents = [
+        {
+            "name": name,
+            "windows": int((plan.document == i).sum()),
+            "scored_tokens": int((plan.document == i).sum()) * k,
+            "nll_sum": {str(n): float(s.nll[plan.document == i].sum(dtype=np.float64)) for n, s in scores.items()},
+        }
+        for i, name in enumerate(plan.names)
+    ]
+    counts = np.asarray([d["scored_tokens"] for d in documents], np.float64)
+    results = []
+    for length, s in scores.items():
+        value = perplexity(np.asarray([d["nll_sum"][str(length)] for d in documents]), counts)
+        results.append(
+            {
+                "length": length,
+                "perplexity": value.perplexity,
+                "perplexity_standard_error": value.perplexity_standard_error,
+                "nll": value.nll,
+                "nll_standard_error": value.nll_standard_error,
+                "scored_tokens": int(s.nll.size),
+                "rows_at_once": s.rows,
+                "seconds": round(s.seconds, 3),
+            }
+        )
+    source = run.tokens.manifest["source"]
+    return {
+        "format": FORMAT,
+        "protocol": "last_k",
+        "method": config_lib.method_label(config.model.position),
+        "position": config.model.position,
+        "train_length": config.data.sequence_length,
+        "step": step,
+        "seed": config.training.seed,
+        "k": k,
+        "lengths": list(scores),
+        "windows": len(plan.end),
+        "documents_used": len(plan.names),
+        "documents_left_out": plan.left_out,
+        "text": {"source": source["name"], "split": split, "tokens_sha256": run.tokens.manifest["tokens_sha256"]},
+        "tokenizer": run.tokens.manifest["tokenizer"]["name"],
+        "dtype": run.model.dtype,
+        "backend": choose_backend(run.model.backend),
+        "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
+        "versions": {"dape_jax": dape_jax.__version__, "jax": jax.__version__},
+        "results": results,
+        "documents": documents,
+    }
+
+
+def write_report(report: dict[str, Any], directory: Path) -> Path:
+    """Writes the report and its plot below ``directory``; returns the JSON's path."""
+    path = directory / f"{report['protocol']}_step{report['step']}.json"
+    write_json(report, path)
+    plots.perplexity_by_length([report], path.with_suffix(".png"))
+    return path
+
+
+def write_json(value: dict[str, Any], path: Path) -> None:
+    """Writes a whole file or none. NaN (the standard error over one document) becomes null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+    os.replace(partial, path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def latest_report(workdir: Path) -> dict[str, Any]:
+    """The report of the latest evaluated step of the run in ``workdir``."""
+    directory = workdir / "evaluation"
+    steps = {int(path.stem.rpartition("step")[2]): path for path in directory.glob("last_k_step*.json")}
+    if not steps:
+        raise UserError(f"{workdir} holds no evaluation; run experiments.evaluate --workdir={workdir} first")
+    path = steps[max(steps)]
+    try:
+        report = json.loads(path.read_text())
+        found = report["format"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is damaged: {e!r}") from e
+    if found != FORMAT:
+        raise UserError(f"{path} has format {found}; this version reads {FORMAT}")
+    return report
+
+
+def check_comparable(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Refuses to put numbers side by side that were not measured on the same tokens in the same way."""
+    for what in ("protocol", "k", "text", "tokenizer", "windows", "documents_used"):
+        for report, name in zip(reports, names, strict=True):
+            if report[what] != reports[0][what]:
+                raise UserError(
+                    f"{name} and {names[0]} cannot be compared: {what} is {report[what]} and {reports[0][what]}"
+                )
+
+
+def with_labels(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Reports with a ``label``: the method, and the run's name where one method occurs twice."""
+    methods = [report["method"] for report in reports]
+    return [
+        {**report, "label": report["method"] if methods.count(report["method"]) == 1 else f"{report['method']} ({name})"}
+        for report, name in zip(reports, names, strict=True)
+    ]
+
+
+def print_table(reports: Sequence[dict[str, Any]]) -> None:
+    """Perplexity by length and method, with standard errors over documents."""
+    first = reports[0]
+    lengths = sorted({n for report in reports for n in report["lengths"]})
+    table = Table(
+        title=f"Perplexity of the last {first['k']} tokens by context length",
+        caption=f"{first['text']['source']}, {first['text']['split']} split: {first['windows']} windows of "
+        f"{first['documents_used']} documents, the same targets at every length; ± standard error over documents",
+    )
+    table.add_column("method")
+    table.add_column("trained at", justify="right")
+    for length in lengths:
+        table.add_column(str(length), justify="right", no_wrap=True)
+    for report in reports:
+        cells = {r["length"]: _cell(r) for r in report["results"]}
+        label = report.get("label", report["method"])
+        table.add_row(label, str(report["train_length"]), *(cells.get(length, "") for length in lengths))
+    # Wide enough for every column where the output is no terminal.
+    Console(width=None if Console().is_terminal else max(100, 30 + 16 * len(lengths))).print(table)
+
+
+def _cell(result: dict[str, Any]) -> str:
+    value, error = result["perplexity"], result["perplexity_standard_error"]
+    if value is None:
+        return "inf"
+    return f"{value:.2f}" if error is None else f"{value:.2f} ± {error:.2f}"

@@ -1,0 +1,1 @@
+"""Optimiser, training step, checkpoints and the loop."""

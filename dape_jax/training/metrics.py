@@ -1,0 +1,40 @@
+"""Metrics as JSON lines, one an update, cut back to the checkpoint when a run resumes."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """``metrics.jsonl``: a line for every update, ``step`` counting completed ones, and lines for validations."""
+
+    def __init__(self, path: Path, resume_step: int):
+        """Opens for appending, without the lines after ``resume_step`` that a killed run has left."""
+        self._path = path
+        kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(partial, path)
+        self._file = path.open("a")
+
+    def write(self, lines: list[dict[str, Any]]) -> None:
+        """Appends and flushes."""
+        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; a last line that a kill has cut short is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines

@@ -1,0 +1,1 @@
+"""Commands. Flags live here and nowhere else."""

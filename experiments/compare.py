@@ -1,0 +1,39 @@
+"""Puts the latest evaluations of several runs into one table and one plot.
+
+python -m experiments.compare DIR [DIR ...] [--output=DIR/comparison]
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from dape_jax.errors import UserError
+from dape_jax.evaluation import plots, report
+from experiments import command
+
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "Path without suffix of the JSON and PNG; default 'comparison' in the first run's parent folder."
+)
+_USAGE = "python -m experiments.compare DIR [DIR ...] [--output=PATH]"
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments:
+        raise UserError(f"no runs to compare; usage: {_USAGE}")
+    directories = [Path(argument).expanduser() for argument in arguments]
+    names = [str(directory) for directory in directories]
+    reports = [report.latest_report(directory) for directory in directories]
+    report.check_comparable(reports, names)
+    reports = report.with_labels(reports, names)
+    output = Path(_OUTPUT.value).expanduser() if _OUTPUT.value else directories[0].absolute().parent / "comparison"
+    try:
+        report.write_json({"reports": reports}, output.with_suffix(".json"))
+        plots.perplexity_by_length(reports, output.with_suffix(".png"))
+    except OSError as e:
+        raise UserError(f"--output={output}: cannot be written: {e.strerror or e}") from e
+    report.print_table(reports)
+    print(f"{output.with_suffix('.json')}\n{output.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    command.run(main, _USAGE, positional=True)

@@ -1,0 +1,56 @@
+"""Scores the checkpoint of a run at a list of lengths and writes DIR/evaluation/last_k_step*.{json,png}.
+
+python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] [--k=K] [--step=N] [--split=test]
+"""
+
+import jax
+from absl import flags
+
+from dape_jax.data.cache import SPLITS
+from dape_jax.errors import UserError, nearest
+from dape_jax.evaluation import extrapolation, report
+from dape_jax.sharding import tree_sharding
+from dape_jax.training.checkpoint import Checkpoints, require_step
+from dape_jax.training.run import load_config, make_run, recorded_text_hash
+from dape_jax.training.step import init_params
+from experiments import command
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+_LENGTHS = flags.DEFINE_string("lengths", None, "Comma-separated lengths in tokens; default evaluation.lengths.")
+_K = flags.DEFINE_integer("k", None, "Scored tokens of a window; default evaluation.k, else min(256, shortest length).")
+_STEP = flags.DEFINE_integer("step", None, "Checkpoint; default the latest.")
+_MAX_WINDOWS = flags.DEFINE_integer("max_windows", None, "Windows at each length; default evaluation.max_windows.")
+_SPLIT = flags.DEFINE_string("split", "test", "Documents to score: test, validation or train.")
+_USAGE = "python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] [--k=K] [--step=N] [--split=test]"
+
+
+def main(_: list[str]) -> None:
+    directory = command.workdir(_WORKDIR.value)
+    config = load_config(directory)
+    lengths = list(config.evaluation.lengths) if _LENGTHS.value is None else command.integers("lengths", _LENGTHS.value)
+    lengths, k = extrapolation.check_lengths(lengths, config.evaluation.k if _K.value is None else _K.value)
+    max_windows = config.evaluation.max_windows if _MAX_WINDOWS.value is None else _MAX_WINDOWS.value
+    if max_windows < 1:
+        raise UserError(f"--max_windows={max_windows}: 1 or more is needed")
+    if _SPLIT.value not in SPLITS:
+        raise UserError(f"--split={_SPLIT.value} is unknown{nearest(_SPLIT.value, SPLITS)}")
+    checkpoints = Checkpoints(directory / "checkpoints")
+    step = require_step(checkpoints, directory, _STEP.value)
+    run = make_run(config)
+    if run.tokens.manifest["tokens_sha256"] != recorded_text_hash(directory):
+        raise UserError(f"{run.tokens.manifest['source']['name']} is not the text that {directory} was trained on any more")
+    plan = extrapolation.plan_windows(run.tokens, _SPLIT.value, lengths[-1], k, max_windows)
+    shapes = jax.eval_shape(lambda: init_params(run.model, jax.random.key(0)))
+    shardings = tree_sharding(run.mesh, shapes)
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    params = checkpoints.restore_params(step, abstract)
+    scores = extrapolation.score(run, params, plan, lengths, k)
+    result = report.make_report(run, plan, scores, k, _SPLIT.value, step)
+    if jax.process_index() == 0:
+        path = report.write_report(result, directory / "evaluation")
+        report.print_table([result])
+        print(f"{path}\n{path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    command.run(main, _USAGE)

@@ -1,0 +1,38 @@
+"""Trains a language model; started again with the same workdir, goes on from its latest checkpoint.
+
+python -m experiments.train --config=configs/quickstart.py:dape_kerple --workdir=DIR [--config.field=value ...]
+"""
+
+from absl import flags
+
+from dape_jax import config as config_lib
+from dape_jax.errors import UserError
+from dape_jax.training.loop import NonFiniteLoss, train
+from dape_jax.training.run import make_run
+from experiments import command
+
+command.define_config()
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: configuration, metrics, checkpoints, reports.")
+_USAGE = "python -m experiments.train --config=configs/X.py[:POSITION] --workdir=DIR [--config.field=value ...]"
+
+
+def main(_: list[str]) -> None:
+    directory = command.workdir(_WORKDIR.value)
+    if command.FLAGS.config is None:
+        raise UserError("--config is missing; configs/quickstart.py:dape_kerple is one")
+    run = make_run(config_lib.from_mapping(command.FLAGS.config))
+    manifest = run.tokens.manifest
+    split = manifest["splits"]["train"]
+    print(
+        f"{manifest['source']['name']}: {split['documents'][1] - split['documents'][0]} documents, "
+        f"{split['tokens']:,} tokens to train on (cache {run.tokens.directory})"
+    )
+    try:
+        train(run, directory)
+    except NonFiniteLoss as e:
+        command.stop(str(e))
+    print(f"trained to step {run.config.training.steps}; now: python -m experiments.evaluate --workdir={directory}")
+
+
+if __name__ == "__main__":
+    command.run(main, _USAGE)
