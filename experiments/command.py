@@ -29,8 +29,10 @@ def run(main: Callable[[list[str]], None], usage: str, positional: bool = False)
       usage: how to call it, printed for a wrong flag.
       positional: whether it takes positional arguments.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("dape_jax").setLevel(logging.INFO)
+    logger = logging.getLogger("dape_jax")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler())
+    logger.propagate = False
     try:
         arguments = _parse(positional)
     except (flags.Error, UserError) as e:

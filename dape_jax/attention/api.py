@@ -71,9 +71,10 @@ def dape_attention(
     Raises:
       UserError: an argument of the wrong shape, dtype or name; the message names it.
     """
-    spec, arrays = _checked(
-        q, k, v, bias, bias_params, adapt, adapt_params, causal, q_positions, k_positions,
-        q_segment_ids, k_segment_ids, k_valid, scale,
+    spec, arrays = check(
+        q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params, causal=causal,
+        q_positions=q_positions, k_positions=k_positions, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids,
+        k_valid=k_valid, scale=scale,
     )  # fmt: skip
     name = choose_backend(backend, block_sizes)
     run = functools.partial(_run, spec, name, block_sizes)
@@ -143,10 +144,24 @@ def _sharded(run, arrays: Arrays, batch_axes: tuple[str, ...]) -> jax.Array:
     return mapped(arrays)
 
 
-def _checked(
-    q, k, v, bias, bias_params, adapt, adapt_params, causal, q_positions, k_positions, q_segment_ids, k_segment_ids,
-    k_valid, scale,
-) -> tuple[Spec, Arrays]:  # fmt: skip
+def check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    bias: biases.Bias | None = None,
+    bias_params: biases.Params | None = None,
+    adapt: adapt_lib.Adapt | None = None,
+    adapt_params: adapt_lib.Params | None = None,
+    causal: bool = True,
+    q_positions: jax.Array | None = None,
+    k_positions: jax.Array | None = None,
+    q_segment_ids: jax.Array | None = None,
+    k_segment_ids: jax.Array | None = None,
+    k_valid: jax.Array | None = None,
+    scale: float | None = None,
+) -> tuple[Spec, Arrays]:
+    """The arguments of ``dape_attention``, checked, with defaults filled in, as the backends take them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise UserError(f"{name} has shape {x.shape}; [batch, time, heads, head dimension] is needed")

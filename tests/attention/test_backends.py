@@ -1,0 +1,342 @@
+"""One suite for all backends: every argument of the contract against the formula in float64."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, T5Bias, UserError, dape_attention
+from dape_jax.attention import BACKENDS, choose_backend
+from tests.conftest import relative_error
+
+BIASES = [None, ALiBi(), KerpleLog(), T5Bias(), FIRE(width=8, init_length=16.0)]
+ADAPTS = [None, Adapt(width=8), Adapt("concat", width=4), Adapt("add_residual", width=4), Adapt(width=4, per_head=True)]
+BLOCKWISE = [b for b in BACKENDS if b != "reference"]
+
+
+def oracle(q, k, v, *, bias, bias_params, adapt, adapt_params, causal, q_positions, k_positions, q_segments=None,
+           k_segments=None, k_valid=None):  # fmt: skip
+    """Float64 NumPy: one row, one head-mixing network, no cleverness. Shapes as dape_attention's."""
+    from dape_jax import adapt as adapt_lib
+    from dape_jax import biases
+
+    with jax.enable_x64(True):
+        f64 = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), tree)  # noqa: E731
+        q, k, v = f64((q, k, v))
+        group = q.shape[2] // k.shape[2]
+        k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+        s = jnp.einsum("bqhd,bkhd->hbqk", q, k) * q.shape[3] ** -0.5
+        rows = []
+        for row in range(q.shape[0]):
+            qp, kp = np.broadcast_to(q_positions, (q.shape[0], q.shape[1]))[row], np.broadcast_to(
+                k_positions, (k.shape[0], k.shape[1]))[row]  # fmt: skip
+            b = None
+            if bias is not None:
+                positions = (jnp.asarray(x, jnp.int32) for x in (qp, kp))
+                b = biases.bias_values(bias, f64(bias_params), q.shape[2], *positions, jnp.float64)
+            params = f64(adapt_params)
+            a = adapt_lib.adapt_logits(adapt, params, s[:, row : row + 1], adapt_lib.bias_terms(adapt, params, b))[:, 0]
+            mask = np.ones(a.shape[1:], bool)
+            if causal:
+                mask &= kp[None, :] <= qp[:, None]
+            if q_segments is not None:
+                mask &= np.asarray(q_segments)[row][:, None] == np.asarray(k_segments)[row][None, :]
+            if k_valid is not None:
+                mask &= np.asarray(k_valid)[row][None, :]
+            weights = jnp.where(mask, jnp.exp(a - jnp.where(mask, a, -jnp.inf).max(-1, keepdims=True, initial=-1e300)), 0.0)
+            weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-300)
+            rows.append(jnp.einsum("hqk,khd->qhd", weights, v[row]))
+        return np.asarray(jnp.stack(rows))
+
+
+def make(batch, q_length, k_length, heads, kv_heads, d, bias, adapt, dtype=jnp.float32, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 6)
+    q = jax.random.normal(keys[0], (batch, q_length, heads, d), dtype)
+    k = jax.random.normal(keys[1], (batch, k_length, kv_heads, d), dtype)
+    v = jax.random.normal(keys[2], (batch, k_length, kv_heads, d), dtype)
+    bias_params = {} if bias is None else bias.init(keys[3], heads)
+    adapt_params = {} if adapt is None else adapt.init(keys[4], heads, bias is not None)
+    cotangent = jax.random.normal(keys[5], q.shape, dtype)
+    return (q, k, v, bias_params, adapt_params), cotangent
+
+
+def run(backend, arrays, cotangent, bias, adapt, blocks=None, **kwargs):
+    """Output and gradients of everything, for a random cotangent."""
+
+    def attend(q, k, v, bias_params, adapt_params):
+        return dape_attention(
+            q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
+            backend=backend, block_sizes=blocks if backend == "blockwise" else None, **kwargs,
+        )  # fmt: skip
+
+    @jax.jit
+    def both(arrays, cotangent):
+        out, vjp = jax.vjp(attend, *arrays)
+        return out, vjp(cotangent)
+
+    return both(arrays, cotangent)
+
+
+def assert_gradients_close(got, want, tolerance):
+    paths = jax.tree.leaves_with_path(want)
+    leaves = jax.tree.leaves(got)
+    assert len(paths) == len(leaves)
+    for (path, w), g in zip(paths, leaves, strict=True):
+        w = np.asarray(w, np.float64)
+        if np.linalg.norm(w) < 1e-5 * max(1.0, w.size**0.5):  # zero up to rounding: a row constant, cancelled
+            assert np.abs(np.asarray(g, np.float64)).max() < 1e-4, path
+        else:
+            # FIRE's c is one number, a difference of large sums: both sides carry more rounding there.
+            allowed = max(tolerance, 2e-4) if path[-1] == jax.tree_util.DictKey("c") else tolerance
+            assert relative_error(g, w) < allowed, (path, relative_error(g, w))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("adapt", ADAPTS, ids=repr)
+@pytest.mark.parametrize("bias", BIASES, ids=repr)
+def test_every_bias_with_every_network(bias, adapt, causal):
+    arrays, cotangent = make(2, 19, 19, 4, 4, 8, bias, adapt)
+    positions = np.arange(19)
+    q, k, v, bias_params, adapt_params = arrays
+    expected = oracle(
+        q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params, causal=causal,
+        q_positions=positions, k_positions=positions,
+    )  # fmt: skip
+    results = {}
+    for backend in BACKENDS:
+        out, grads = run(backend, arrays, cotangent, bias, adapt, BlockSizes(q=8, k=4, rows=1), causal=causal)
+        assert relative_error(out, expected) < 2e-6, backend
+        results[backend] = grads
+    for backend in BLOCKWISE:
+        assert_gradients_close(results[backend], results["reference"], 2e-5)
+
+
+def segments(batch, length):
+    ids = np.sort(np.random.default_rng(1).integers(0, 3, (batch, length)), axis=1)
+    return jnp.asarray(ids, jnp.int32)
+
+
+ARGUMENTS = {
+    "grouped heads": ({"kv_heads": 2}, {}),
+    "one key head": ({"kv_heads": 1}, {}),
+    "fewer queries than keys": ({"q_length": 5}, {}),
+    "segments": ({}, {"q_segment_ids": segments(3, 21), "k_segment_ids": segments(3, 21)}),
+    "padding": ({}, {"k_valid": jnp.asarray(np.arange(21)[None] < np.asarray([[21], [13], [1]]))}),
+    "a row that sees nothing": ({}, {"k_valid": jnp.asarray(np.arange(21)[None] >= np.asarray([[0], [4], [21]]))}),
+    "dealt positions": ({}, {"q_positions": jnp.arange(21, dtype=jnp.int32) * 7 % 21,
+                             "k_positions": jnp.arange(21, dtype=jnp.int32) * 5 % 21}),
+    "positions of each row": ({}, {
+        "q_positions": jnp.asarray(np.random.default_rng(2).integers(0, 9000, (3, 21)), jnp.int32),
+        "k_positions": jnp.asarray(np.random.default_rng(3).integers(0, 9000, (3, 21)), jnp.int32)}),
+    "a scale": ({}, {"scale": 0.7}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_argument(name, causal):
+    shape, kwargs = ARGUMENTS[name]
+    shape = {"q_length": 21, "kv_heads": 4, **shape}
+    bias, adapt = KerpleLog(), Adapt(width=8)
+    arrays, cotangent = make(3, shape["q_length"], 21, 4, shape["kv_heads"], 8, bias, adapt)
+    q, k, v, bias_params, adapt_params = arrays
+    scaled = q * (kwargs["scale"] * 8**0.5) if "scale" in kwargs else q
+    expected = oracle(
+        scaled, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params, causal=causal,
+        q_positions=kwargs.get("q_positions", np.arange(21 - shape["q_length"], 21)),
+        k_positions=kwargs.get("k_positions", np.arange(21)),
+        q_segments=kwargs.get("q_segment_ids"), k_segments=kwargs.get("k_segment_ids"), k_valid=kwargs.get("k_valid"),
+    )  # fmt: skip
+    results = {}
+    for backend in BACKENDS:
+        out, grads = run(backend, arrays, cotangent, bias, adapt, BlockSizes(q=4, k=8, rows=3), causal=causal, **kwargs)
+        assert relative_error(out, expected) < 2e-6, backend
+        results[backend] = grads
+    for backend in BLOCKWISE:
+        assert_gradients_close(results[backend], results["reference"], 2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fully_masked_rows_give_zeros_and_zero_gradients(backend):
+    bias, adapt = FIRE(width=4), Adapt(width=4)
+    arrays, cotangent = make(2, 9, 9, 2, 2, 4, bias, adapt)
+    k_valid = jnp.asarray(np.stack([np.arange(9) >= 3, np.zeros(9, bool)]))
+    out, (d_q, d_k, d_v, d_bias, d_adapt) = run(
+        backend, arrays, cotangent, bias, adapt, BlockSizes(q=4, k=4, rows=2), k_valid=k_valid
+    )
+    for x in (out, d_q):
+        assert np.all(np.asarray(x[0, :3]) == 0)
+        assert np.all(np.asarray(x[0, 3:]) != 0) or x is d_q
+        assert np.all(np.asarray(x[1]) == 0)
+    for x in (d_k, d_v):
+        assert np.all(np.asarray(x[1]) == 0)
+        assert np.all(np.asarray(x[0, :3]) == 0)
+    for leaf in jax.tree.leaves((out, d_q, d_k, d_v, d_bias, d_adapt)):
+        assert np.all(np.isfinite(leaf))
+
+
+@pytest.mark.parametrize("adapt", [None, Adapt(), Adapt(per_head=True)], ids=repr)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_causality_by_gradient(backend, adapt):
+    """The gradient of the output at position t with respect to every later input is exactly zero."""
+    bias, t = FIRE(width=4, init_length=4.0), 6
+    arrays, _ = make(1, 12, 12, 4, 4, 8, bias, adapt)
+    cotangent = jnp.zeros((1, 12, 4, 8)).at[:, t].set(jax.random.normal(jax.random.key(9), (4, 8)))
+    _, (d_q, d_k, d_v, *_) = run(backend, arrays, cotangent, bias, adapt, BlockSizes(q=4, k=4, rows=1))
+    for name, grad in {"q": d_q, "k": d_k, "v": d_v}.items():
+        assert np.all(np.asarray(grad[:, t + 1 :]) == 0), name
+        assert np.any(np.asarray(grad[:, t]) != 0), name
+    assert np.all(np.asarray(d_v[:, : t + 1]) != 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [1, 7, 130, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("adapt", [None, Adapt()], ids=["plain", "dape"])
+@pytest.mark.parametrize("bias", [KerpleLog(), ALiBi()], ids=repr)
+def test_blockwise_against_reference_at_odd_lengths(bias, adapt, length, dtype):
+    """The reference receives the same rounded q, k, v in float32."""
+    arrays, cotangent = make(2, length, length, 12, 12, 64, bias, adapt, dtype)
+    out, grads = run("blockwise", arrays, cotangent, bias, adapt)
+    assert out.dtype == dtype
+    exact, exact_cotangent = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangent))
+    want, want_grads = run("reference", exact, exact_cotangent, bias, adapt)
+    # bfloat16's own rounding of the result is 2^-9 an entry.
+    assert relative_error(out, want) < (2e-6 if dtype == jnp.float32 else 4e-3)
+    assert_gradients_close(grads, want_grads, 3e-5 if dtype == jnp.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 1), (8, 16, 2), (16, 8, 4), (32, 32, 1), (5, 3, 2)])
+def test_block_sizes_do_not_change_the_result(shape):
+    bias, adapt = T5Bias(), Adapt(width=8)
+    arrays, cotangent = make(4, 29, 29, 4, 2, 8, bias, adapt)
+    want = run("reference", arrays, cotangent, bias, adapt)
+    got = run("blockwise", arrays, cotangent, bias, adapt, BlockSizes(*shape))
+    assert relative_error(got[0], want[0]) < 2e-6
+    assert_gradients_close(got[1], want[1], 2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_repeats_exactly(backend):
+    bias, adapt = KerpleLog(), Adapt()
+    arrays, cotangent = make(2, 70, 70, 4, 4, 8, bias, adapt)
+    first, second = (run(backend, arrays, cotangent, bias, adapt) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
+
+
+def test_far_positions_keep_their_precision_in_bfloat16():
+    """ALiBi's bias reaches -5,800 at distance 8,192; it and the network must not pass through bfloat16."""
+    bias, adapt = ALiBi(), Adapt()
+    arrays, _ = make(1, 4, 64, 12, 12, 64, bias, adapt, jnp.bfloat16)
+    q, k, v, bias_params, adapt_params = arrays
+    q_positions, k_positions = jnp.arange(8192, 8196, dtype=jnp.int32), jnp.arange(0, 8192, 128, dtype=jnp.int32)
+    expected = oracle(
+        q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params, causal=True,
+        q_positions=q_positions, k_positions=k_positions,
+    )  # fmt: skip
+    for backend in BACKENDS:
+        out = dape_attention(
+            q, k, v, bias=bias, adapt=adapt, adapt_params=adapt_params, backend=backend, q_positions=q_positions,
+            k_positions=k_positions,
+        )  # fmt: skip
+        assert relative_error(out, expected) < 4e-3, backend
+
+
+def test_no_array_of_length_squared_in_the_blockwise_program():
+    """Shapes in the compiled text, and the compiler's own count of memory: linear in T, forward and backward."""
+    bias, adapt = KerpleLog(), Adapt()
+
+    def compiled(length):
+        arrays, cotangent = jax.eval_shape(lambda: make(1, length, length, 4, 4, 16, bias, adapt))
+
+        def step(arrays, cotangent):
+            out, vjp = jax.vjp(
+                lambda q, k, v, b, a: dape_attention(
+                    q, k, v, bias=bias, bias_params=b, adapt=adapt, adapt_params=a, backend="blockwise"
+                ),
+                *arrays,
+            )
+            return out, vjp(cotangent)
+
+        return jax.jit(step).lower(arrays, cotangent).compile()
+
+    sizes = {}
+    for length in (2048, 4096, 8192):
+        program = compiled(length)
+        shapes = [
+            [int(n) for n in dims.split(",")]
+            for dims in re.findall(r"\b(?:f32|bf16|pred|s32)\[([\d,]+)\]", program.as_text())
+        ]
+        assert max(np.prod(s, dtype=np.int64) for s in shapes) < length * length
+        sizes[length] = program.memory_analysis().temp_size_in_bytes
+    assert sizes[8192] - sizes[4096] < 2.2 * (sizes[4096] - sizes[2048])
+
+
+def test_names_of_backends():
+    assert choose_backend() == "blockwise"
+    assert choose_backend("reference") == "reference"
+    with pytest.raises(UserError, match="did you mean 'blockwise'"):
+        choose_backend("blockwize")
+    with pytest.raises(UserError, match="the reference backend has no blocks"):
+        choose_backend("reference", BlockSizes(1, 1, 1))
+
+
+def test_a_forced_backend_is_the_one_that_runs(monkeypatch):
+    from dape_jax.attention import blockwise, reference
+
+    arrays, _ = make(1, 4, 4, 2, 2, 4, None, None)
+    for chosen, module in (("reference", blockwise), ("blockwise", reference)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "attend", lambda *_: pytest.fail("the other backend ran"))
+            dape_attention(*arrays[:3], backend=chosen)
+
+
+BAD = {
+    "q has shape": lambda a: dict(a, q=a["q"][0]),
+    "no dimension may be 0": lambda a: dict(a, q=a["q"][:, :0]),
+    "k has dtype bfloat16": lambda a: dict(a, k=a["k"].astype(jnp.bfloat16)),
+    "v has dtype int32": lambda a: dict(a, v=a["v"].astype(jnp.int32)),
+    "must be alike": lambda a: dict(a, v=a["v"][:, :3]),
+    "no multiple of the 3 heads": lambda a: dict(a, k=a["k"][:, :, :3], v=a["v"][:, :, :3]),
+    "give q_positions": lambda a: dict(a, k=a["k"][:, :3], v=a["v"][:, :3]),
+    "give both or neither": lambda a: dict(a, q_segment_ids=jnp.zeros((2, 5), jnp.int32)),
+    r"k_valid has shape \(5,\)": lambda a: dict(a, k_valid=jnp.ones(5, bool)),
+    "k_valid has dtype int32": lambda a: dict(a, k_valid=jnp.ones((2, 5), jnp.int32)),
+    "q_positions has dtype float32": lambda a: dict(a, q_positions=jnp.arange(5.0)),
+    "k_positions has shape": lambda a: dict(a, k_positions=jnp.arange(4)),
+    r"bias_params\['a'\] has shape None": lambda a: dict(a, bias_params={"p": jnp.ones(4)}),
+    r"adapt_params\['w1'\] has shape": lambda a: dict(a, adapt=Adapt(), adapt_params=Adapt().init(jax.random.key(0), 4, has_bias=False)),
+    "given without adapt": lambda a: dict(a, adapt_params={"w1": jnp.ones(1)}),
+    "given without a bias": lambda a: dict(a, bias=None),
+    "rows=2 does not divide": lambda a: dict(a, **{n: a[n][:1] for n in "qkv"}, block_sizes=BlockSizes(4, 4, 2)),
+    "no axis 'data' in the ambient mesh": lambda a: dict(a, batch_axes=("data",)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_named(message):
+    arrays, _ = make(2, 5, 5, 4, 4, 8, KerpleLog(), None)
+    good = dict(zip(("q", "k", "v", "bias_params"), arrays, strict=False), bias=KerpleLog())
+    dape_attention(**good)
+    with pytest.raises(UserError, match=message) as error:
+        dape_attention(**BAD[message](good))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["q", "k", "rows"])
+def test_bad_block_sizes_are_named(field):
+    with pytest.raises(UserError, match=f"block size {field}=0"):
+        BlockSizes(**{"q": 1, "k": 1, "rows": 1, field: 0})
+
+
+def test_all_combinations_are_distinct():
+    """No two combinations of bias and network compute the same thing: a check on this suite itself."""
+    outputs = []
+    for bias, adapt in itertools.product(BIASES[1:], ADAPTS):  # without a bias all joint variants are S + f(S)
+        arrays, _ = make(1, 6, 6, 4, 4, 8, bias, adapt)
+        out = dape_attention(*arrays[:3], bias=bias, bias_params=arrays[3], adapt=adapt, adapt_params=arrays[4])
+        outputs.append(np.asarray(out))
+    same = [(i, j) for i, j in itertools.combinations(range(len(outputs)), 2) if np.allclose(outputs[i], outputs[j], atol=1e-5)]
+    assert not same

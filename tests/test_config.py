@@ -1,0 +1,117 @@
+import importlib
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from configs import base
+from dape_jax import config as config_lib
+from dape_jax.adapt import Adapt
+from dape_jax.biases import FIRE, ALiBi, KerpleLog, T5Bias
+from dape_jax.errors import UserError
+from dape_jax.nn import TransformerLM
+
+CONFIGS = sorted(p.stem for p in Path("configs").glob("*.py") if p.stem != "__init__")
+POSITIONS = [*config_lib.POSITIONS, *(f"dape_{name}" for name in config_lib.POSITIONS)]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_configuration_with_every_position_is_instantiated(name, position):
+    mapping = importlib.import_module(f"configs.{name}").get_config(position)
+    config = config_lib.from_mapping(mapping)
+    model = config_lib.transformer(config, vocab_size=257, platform="cpu")
+    shapes = nnx.eval_shape(lambda: TransformerLM(model, rngs=nnx.Rngs(0)))
+    hidden = jax.eval_shape(lambda m, t: m(t), shapes, jax.ShapeDtypeStruct((2, 16), "int32"))
+    assert hidden.shape == (2, 16, config.model.width)
+    assert config_lib.from_mapping(json.loads(json.dumps(config_lib.to_dict(config)))) == config
+
+
+def test_size_of_the_125m_model():
+    config = config_lib.from_mapping(importlib.import_module("configs.lm_125m").get_config("kerple"))
+    model = config_lib.transformer(config, vocab_size=50257, platform="tpu")
+    state = nnx.state(nnx.eval_shape(lambda: TransformerLM(model, rngs=nnx.Rngs(0))), nnx.Param)
+    count = sum(x.size for x in jax.tree.leaves(state))
+    width, layers = 768, 12
+    by_hand = 2 * 50257 * width + layers * (12 * width**2 + 13 * width + 2 * 12) + 2 * width
+    assert count == by_hand
+    assert model.dtype == "bfloat16"
+
+
+def test_base_holds_every_field():
+    def names(tree, prefix=""):
+        for name, value in tree.items():
+            yield from names(value, f"{prefix}{name}.") if hasattr(value, "items") else [prefix + name]
+
+    config = config_lib.from_mapping(base.get_config())
+    assert sorted(names(base.get_config())) == sorted(names(config_lib.to_dict(config)))
+
+
+def test_positions_become_parts():
+    def parts(position, **model):
+        config = base.get_config(position)
+        config.model.update(model)
+        model = config_lib.transformer(config_lib.from_mapping(config), 257, "cpu")
+        return model.bias, model.rope_base, model.adapt
+
+    assert parts("nope") == (None, None, None)
+    assert parts("rope") == (None, 10000.0, None)
+    assert parts("dape_rope") == (None, 10000.0, Adapt())
+    assert parts("alibi") == (ALiBi(), None, None)
+    assert parts("dape_kerple", dape={"width": 8, "variant": "concat"}) == (KerpleLog(), None, Adapt("concat", 8))
+    assert parts("t5", t5={"num_buckets": 8}) == (T5Bias(8), None, None)
+    assert parts("fire") == (FIRE(init_length=128.0), None, None)
+    assert parts("dape_fire", fire={"init_length": 99.0})[0] == FIRE(init_length=99.0, activation="leaky_relu")
+
+
+BAD = [
+    ("model.heads", 4, "model.heads is no field of the configuration"),
+    ("model.num_head", 4, "did you mean 'num_heads'"),
+    ("modle", {}, "did you mean 'model'"),
+    ("model.position", "dape_kerpel", "did you mean 'dape_kerple'"),
+    ("model.position", 3, "model.position=3 is a int; str is needed"),
+    ("model.dape.variant", "concat-residual", "did you mean 'concat_residual'"),
+    ("model.dape.width", 0, "width=0: a positive integer"),
+    ("model.num_heads", 7, "width=128 is not divisible by num_heads=7"),
+    ("model.num_heads", 0, "num_heads=0: 1 or more"),
+    ("model.width", 8, "odd; RoPE needs an even head dimension"),
+    ("model.dtype", "float16", "model.dtype='float16'"),
+    ("model.attention_backend", "pallas", "backend='pallas' is unknown"),
+    ("training.steps", 1.5, "training.steps=1.5 is a float; int is needed"),
+    ("training.steps", True, "training.steps=True is a bool; int is needed"),
+    ("training.steps", 0, "training.steps=0: 1 or more"),
+    ("training.seed", -1, "training.seed=-1"),
+    ("optimizer.learning_rate", float("nan"), "optimizer.learning_rate=nan"),
+    ("optimizer.learning_rate", "fast", "optimizer.learning_rate='fast' is a str; float is needed"),
+    ("optimizer.b1", 1.0, "optimizer.b1=1.0"),
+    ("data.sequence_length", 0, "data.sequence_length=0"),
+    ("data.test_fraction", 0.97, "data.test_fraction=0.97"),
+    ("evaluation.lengths", (), "at least one length"),
+    ("evaluation.lengths", (128, 0), "lengths of 1 or more"),
+    ("evaluation.lengths", (128, 1.5), "evaluation.lengths=1.5 is a float; int is needed"),
+    ("evaluation.lengths", "128", "a list of integers is needed"),
+    ("evaluation.k", 0, "evaluation.k=0"),
+    ("mesh.data", 0, "mesh.data=0"),
+    ("mesh", 4, "mesh=4: a section"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), BAD)
+def test_bad_values_get_one_line(field, value, message):
+    mapping = config_lib.to_dict(config_lib.from_mapping(base.get_config("rope")))
+    *sections, name = field.split(".")
+    section = mapping
+    for part in sections:
+        section = section[part]
+    section[name] = value
+    with pytest.raises(UserError) as error:
+        config_lib.from_mapping(mapping)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(UserError, match=r"training.steps is missing"):
+        config_lib.from_mapping({**base.get_config().to_dict(), "training": {"batch_size": 1}})
