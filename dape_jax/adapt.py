@@ -66,9 +66,7 @@ class Adapt:
         fan_in |= {"b1": fan_in["w1"], "b2": fan_in["w2"]}
         return {
             name: jax.random.uniform(k, shape, jnp.float32, -(fan_in[name] ** -0.5), fan_in[name] ** -0.5)
-            for (name, shape), k in zip(
-                self.shapes(num_heads, has_bias).items(), jax.random.split(key, 4), strict=True
-            )
+            for (name, shape), k in zip(self.shapes(num_heads, has_bias).items(), jax.random.split(key, 4), strict=True)
         }
 
 

@@ -248,7 +248,11 @@ def _check_ranges(config: Config) -> None:
     need("model.fire.width", model.fire.width >= 1, "1 or more is needed")
     need("model.fire.init_length", (model.fire.init_length or 1) > 0, "a positive number is needed")
     need("model.t5.num_buckets", model.t5.num_buckets >= 2, "2 or more is needed")
-    need("model.t5.max_distance", model.t5.max_distance > model.t5.num_buckets // 2, "more than num_buckets / 2 is needed")
+    need(
+        "model.t5.max_distance",
+        model.t5.max_distance > model.t5.num_buckets // 2,
+        "more than half of num_buckets is needed",
+    )
     dtypes = ("auto", "float32", "bfloat16")
     need("model.dtype", model.dtype in dtypes, f"is unknown{nearest(model.dtype, dtypes)}")
     need("data.sequence_length", data.sequence_length >= 1, "1 or more is needed")
@@ -274,4 +278,5 @@ def _check_ranges(config: Config) -> None:
     need("mesh.fsdp", config.mesh.fsdp >= 1, "1 or more is needed")
     need("mesh.data", config.mesh.data == -1 or config.mesh.data >= 1, "1 or more is needed, or -1 for what is left")
     choose_backend(model.attention_backend)
+    adapt_lib.Adapt(model.dape.variant, model.dape.width, model.dape.per_head)  # checked even where it is not used
     transformer(config, vocab_size=1, platform="cpu")  # raises for shapes and DAPE options that do not fit

@@ -5,6 +5,7 @@ parameters and of the optimiser's moments); the batch is split over both. One de
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Logical axes of parameters by path, the first match counts; what matches nothing is replicated."""
 
 
-def make_mesh(data: int, fsdp: int, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int, fsdp: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes data and fsdp over all devices; ``data`` -1 takes what ``fsdp`` leaves."""
     devices = jax.devices() if devices is None else devices
     if len(devices) % fsdp:
@@ -53,7 +54,9 @@ def parameter_sharding(mesh: Mesh, path: tuple[Any, ...], shape: tuple[int, ...]
             axes = [LOGICAL_TO_MESH[axis] for axis in logical]
             for size, axis in zip(shape, axes, strict=True):
                 if axis is not None and size % mesh.shape[axis]:
-                    raise UserError(f"{name} {shape}: an axis of {size} cannot be split over mesh.{axis}={mesh.shape[axis]}")
+                    raise UserError(
+                        f"{name} {shape}: an axis of {size} cannot be split over mesh.{axis}={mesh.shape[axis]}"
+                    )
             return NamedSharding(mesh, PartitionSpec(*axes))
     return NamedSharding(mesh, PartitionSpec())
 

@@ -38,7 +38,7 @@ def main(_: list[str]) -> None:
     step = require_step(checkpoints, directory, _STEP.value)
     run = make_run(config)
     if run.tokens.manifest["tokens_sha256"] != recorded_text_hash(directory):
-        raise UserError(f"{run.tokens.manifest['source']['name']} is not the text that {directory} was trained on any more")
+        raise UserError(f"{run.tokens.manifest['source']['name']} has changed since {directory} was trained on it")
     plan = extrapolation.plan_windows(run.tokens, _SPLIT.value, lengths[-1], k, max_windows)
     shapes = jax.eval_shape(lambda: init_params(run.model, jax.random.key(0)))
     shardings = tree_sharding(run.mesh, shapes)

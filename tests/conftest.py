@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 
-
 @pytest.fixture(autouse=True)
 def _strict_promotion(request):
     """Implicit dtype and rank promotion raise in the tests of biases, rotary, DAPE network and attention."""

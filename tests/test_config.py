@@ -76,7 +76,7 @@ BAD = [
     ("model.dape.width", 0, "width=0: a positive integer"),
     ("model.num_heads", 7, "width=128 is not divisible by num_heads=7"),
     ("model.num_heads", 0, "num_heads=0: 1 or more"),
-    ("model.width", 8, "odd; RoPE needs an even head dimension"),
+    ("model.width", 8, "odd; RoPE needs an even number"),
     ("model.dtype", "float16", "model.dtype='float16'"),
     ("model.attention_backend", "pallas", "backend='pallas' is unknown"),
     ("training.steps", 1.5, "training.steps=1.5 is a float; int is needed"),

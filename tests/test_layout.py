@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = ["errors", "biases", "rotary", "adapt", "attention", "nn", "data", "config", "sharding", "training", "evaluation"]
+ORDER = [
+    "errors", "biases", "rotary", "adapt", "attention", "nn", "data", "config", "sharding", "training", "evaluation",
+]  # fmt: skip
 """A module imports only from those before it, and from its own package."""
 
 MODULES = sorted((ROOT / "dape_jax").rglob("*.py"))

@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ def _run(spec: Spec, backend: str, block_sizes: blocks_lib.BlockSizes | None, ar
     return blockwise.attend(spec, arrays, block_sizes)
 
 
-def _sharded(run, arrays: Arrays, batch_axes: tuple[str, ...]) -> jax.Array:
+def _sharded(run: Callable[[Arrays], jax.Array], arrays: Arrays, batch_axes: tuple[str, ...]) -> jax.Array:
     """Runs on every device's own rows. The transpose of a replicated input sums its gradient over the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     missing = [axis for axis in batch_axes if axis not in mesh.axis_names]
@@ -130,7 +131,7 @@ def _sharded(run, arrays: Arrays, batch_axes: tuple[str, ...]) -> jax.Array:
     rows_first = PartitionSpec(batch_axes)
     replicated = PartitionSpec()
 
-    def spec_of(name: str, x) -> PartitionSpec | None:
+    def spec_of(name: str, x: Any) -> Any:
         if name in ("q", "k", "v"):
             return heads_first
         if name.endswith("params"):
@@ -174,11 +175,13 @@ def check(
     batch, q_length, heads, d = q.shape
     k_length, kv_heads = k.shape[1:3]
     if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != d:
-        raise UserError(f"k {k.shape} and v {v.shape} must be alike and share batch and head dimension with q {q.shape}")
+        raise UserError(
+            f"k {k.shape} and v {v.shape} must be alike and fit the batch and head dimension of q {q.shape}"
+        )
     if heads % kv_heads:
         raise UserError(f"q has {heads} heads, which is no multiple of the {kv_heads} heads of k and v")
     if k_positions is None and q_positions is None and q_length > k_length:
-        raise UserError(f"{q_length} queries and {k_length} keys: give q_positions, the default is the last of the keys'")
+        raise UserError(f"{q_length} queries for {k_length} keys: give q_positions; by default they are the last keys'")
     if (q_segment_ids is None) != (k_segment_ids is None):
         raise UserError("q_segment_ids and k_segment_ids: give both or neither")
     rows_only = {"q_segment_ids": (q_segment_ids, q_length), "k_segment_ids": (k_segment_ids, k_length),
@@ -200,9 +203,9 @@ def check(
     spec = Spec(bias, adapt, bool(causal), float(d**-0.5 if scale is None else scale), heads)
     bias_params, adapt_params = dict(bias_params or {}), dict(adapt_params or {})
     _check_params(spec, bias_params, adapt_params)
+    q, k, v = (jnp.transpose(x, (2, 0, 1, 3)) for x in (q, k, v))
     return spec, Arrays(
-        *(jnp.transpose(x, (2, 0, 1, 3)) for x in (q, k, v)), bias_params, adapt_params, q_positions, k_positions,
-        q_segment_ids, k_segment_ids, k_valid,
+        q, k, v, bias_params, adapt_params, q_positions, k_positions, q_segment_ids, k_segment_ids, k_valid
     )  # fmt: skip
 
 

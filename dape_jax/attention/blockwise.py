@@ -8,6 +8,7 @@ The bias and its share of the hidden layer are computed once a (query, key) tile
 """
 
 import functools
+import typing
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes) -> jax.Array:
     one_row = BlockSizes(q=blocks.q, k=blocks.k, rows=1)
 
     def row(x: Arrays) -> jax.Array:
-        return _attend(spec, one_row, x)[:, 0]
+        return typing.cast(jax.Array, _attend(spec, one_row, x))[:, 0]
 
     def rows_first(x: jax.Array | None, axis: int) -> jax.Array | None:
         return None if x is None else jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
@@ -57,10 +58,10 @@ class _Tiles(NamedTuple):
     k_valid: jax.Array | None
 
 
-def _cut(x: jax.Array | None, time_axis: int, block: int, rows: int | None) -> jax.Array | None:
+def _cut(x: Any, time_axis: int, block: int, rows: int | None) -> Any:
     """Pads the time axis with zeros to whole blocks and moves block and row-group axes to the front.
 
-    The row axis is the one before the time axis; ``rows`` None keeps it whole, without a row-group axis.
+    The row axis is the one before the time axis; ``rows`` None keeps it whole, without a row-group axis. None stays.
     """
     if x is None:
         return None
@@ -170,19 +171,19 @@ def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array,
     dtype = args_lib.compute_dtype(arrays.q)
     adapt_params = _network(arrays.adapt_params, dtype)
     lowest = jnp.finfo(dtype).min
+    key_side = (tiles.k, tiles.v, tiles.k_positions, tiles.k_segments, tiles.k_valid)
 
     def query_tile(x: Any) -> tuple[jax.Array, jax.Array]:
         q, q_positions, q_segments, first, last = x
 
         def key_tile(j: jax.Array, state: Any) -> Any:
-            keys = _Tiles(q, *_at((tiles.k, tiles.v), j), q_positions, _at(tiles.k_positions, j), q_segments,
-                          *_at((tiles.k_segments, tiles.k_valid), j))  # fmt: skip
-            terms = _bias_terms(spec, arrays.bias_params, adapt_params, q_positions, keys.k_positions, dtype)
+            k, v, k_positions, k_segments, k_valid = _at(key_side, j)
+            terms = _bias_terms(spec, arrays.bias_params, adapt_params, q_positions, k_positions, dtype)
 
             def rows(_: None, x: Any) -> tuple[None, Any]:
                 (q, k, v, q_segments, k_segments, k_valid), (out, top, total) = x
                 a = _tile_logits(spec, q, k, adapt_params, terms)
-                mask = args_lib.allowed(spec.causal, q_positions, keys.k_positions, q_segments, k_segments, k_valid)
+                mask = args_lib.allowed(spec.causal, q_positions, k_positions, q_segments, k_segments, k_valid)
                 if mask is not None:
                     mask = jnp.broadcast_to(mask[None], a.shape)
                     a = jnp.where(mask, a, lowest)
@@ -194,7 +195,7 @@ def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array,
                 out = out * decay[..., None] + args_lib.weighted_values(p, v)
                 return None, (out, new_top, total * decay + p.sum(axis=-1))
 
-            xs = ((q, keys.k, keys.v, q_segments, keys.k_segments, keys.k_valid), state)
+            xs = ((q, k, v, q_segments, k_segments, k_valid), state)
             return _over_rows(rows, None, xs)[1]
 
         shape = q.shape[:-1]
@@ -230,6 +231,7 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
     tiles = _tiles(arrays, blocks)
     dtype = args_lib.compute_dtype(arrays.q)
     adapt_params = _network(arrays.adapt_params, dtype)
+    key_side = (tiles.k, tiles.v, tiles.k_positions, tiles.k_segments, tiles.k_valid)
     bias_params = dict(arrays.bias_params)
     d_out = d_out.astype(dtype)
     delta = (d_out * out.astype(dtype)).sum(axis=-1, keepdims=True)
@@ -240,9 +242,7 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
 
         def key_tile(j: jax.Array, carry: Any) -> Any:
             d_q, d_k, d_v, d_bias_params, d_adapt_params = carry
-            k, v, k_positions, k_segments, k_valid = _at(
-                (tiles.k, tiles.v, tiles.k_positions, tiles.k_segments, tiles.k_valid), j
-            )
+            k, v, k_positions, k_segments, k_valid = _at(key_side, j)
             terms, terms_vjp = jax.vjp(
                 lambda b, a: _bias_terms(spec, b, a, q_positions, k_positions, dtype), bias_params, adapt_params
             )
@@ -285,23 +285,18 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
     )
     (d_k, d_v, d_bias_params, d_adapt_params), d_q = _over_rows(query_tile, carry, xs)
     q_length, k_length = arrays.q.shape[2], arrays.k.shape[2]
-    return (
-        Arrays(
-            q=_join(d_q, q_length).astype(arrays.q.dtype),
-            k=_join(d_k, k_length).astype(arrays.k.dtype),
-            v=_join(d_v, k_length).astype(arrays.v.dtype),
-            bias_params=jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias_params, bias_params),
-            adapt_params={
-                name: d_adapt_params[name].astype(x.dtype) if name in d_adapt_params else jnp.zeros_like(x)
-                for name, x in arrays.adapt_params.items()
-            },
-            q_positions=None,
-            k_positions=None,
-            q_segments=None,
-            k_segments=None,
-            k_valid=None,
-        ),
-    )
+    gradients: dict[str, Any] = dict.fromkeys(Arrays._fields)  # None for what is not differentiable
+    gradients |= {
+        "q": _join(d_q, q_length).astype(arrays.q.dtype),
+        "k": _join(d_k, k_length).astype(arrays.k.dtype),
+        "v": _join(d_v, k_length).astype(arrays.v.dtype),
+        "bias_params": jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias_params, bias_params),
+        "adapt_params": {
+            name: d_adapt_params[name].astype(x.dtype) if name in d_adapt_params else jnp.zeros_like(x)
+            for name, x in arrays.adapt_params.items()
+        },
+    }
+    return (Arrays(**gradients),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

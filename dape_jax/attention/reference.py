@@ -19,9 +19,7 @@ def logits(spec: Spec, arrays: Arrays) -> jax.Array:
         """[H, b, Tq, Tk] for batch rows that share their positions [Tq] and [Tk]."""
         bias = None
         if spec.bias is not None:
-            bias = biases.bias_values(
-                spec.bias, arrays.bias_params, spec.num_heads, q_positions, k_positions, dtype
-            )
+            bias = biases.bias_values(spec.bias, arrays.bias_params, spec.num_heads, q_positions, k_positions, dtype)
         return adapt_lib.adapt_logits(spec.adapt, params, s, adapt_lib.bias_terms(spec.adapt, params, bias))
 
     if arrays.q_positions.shape[0] == 1:

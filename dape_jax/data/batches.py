@@ -24,7 +24,8 @@ class Windows:
         self._count = (last - self._first - 1) // length
         if self._count < 1:
             raise UserError(
-                f"data.sequence_length={length}: the {split} split has {last - self._first} tokens, too few for one window"
+                f"data.sequence_length={length}: the {split} split has {last - self._first} tokens, "
+                "too few for one window"
             )
 
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ def training_batches(
 
     def batch(step: int) -> np.ndarray:
         first = step * batch_size + process_index * rows_per_process
-        return np.stack([windows[first + row] for row in range(rows_per_process)])
+        return np.stack([np.asarray(windows[first + row]) for row in range(rows_per_process)])
 
     # Grain counts an endless dataset by the largest integer; the sum with first_step must stay below it.
     steps = grain.MapDataset.range(first_step, 2**40).map(batch)

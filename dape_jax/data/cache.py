@@ -60,7 +60,7 @@ class TokenCache:
 def assign_splits(names: Sequence[str], validation_fraction: float, test_fraction: float) -> list[str]:
     """The split of each document, from a hash of its name. Every split gets a document; at least 3 are needed."""
     if len(names) < len(SPLITS):
-        raise UserError(f"the text has {len(names)} documents; at least 3 are needed, one each to train, validate and test")
+        raise UserError(f"the text has {len(names)} documents; at least 3 are needed, one for each of {SPLITS}")
     position = {name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64 for name in names}
     split = {}
     for name, x in position.items():
@@ -71,8 +71,7 @@ def assign_splits(names: Sequence[str], validation_fraction: float, test_fractio
             # From the largest split, the document whose hash is nearest to the wanted range.
             largest = max(SPLITS, key=list(split.values()).count)
             candidates = [name for name in names if split[name] == largest]
-            chosen = max(candidates, key=lambda n: position[n]) if wanted == "train" else min(candidates, key=lambda n: position[n])
-            split[chosen] = wanted
+            split[(max if wanted == "train" else min)(candidates, key=lambda name: position[name])] = wanted
     return [split[name] for name in names]
 
 

@@ -79,7 +79,7 @@ def folder(path: str, glob: str) -> Source:
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as e:
-            raise UserError(f"{path} is not UTF-8 text (byte {e.start}); leave it out with data.glob, now {glob!r}") from e
+            raise UserError(f"{path} is not UTF-8 (byte {e.start}); leave it out with data.glob, now {glob!r}") from e
         if "\0" in text:
             raise UserError(f"{path} is binary (it holds a zero byte); leave it out with data.glob, now {glob!r}")
         return text

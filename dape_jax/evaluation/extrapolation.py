@@ -60,12 +60,12 @@ def check_lengths(lengths: list[int], k: int | None) -> tuple[list[int], int]:
         raise UserError(f"lengths: {sorted(lengths)} names one twice")
     k = min(256, *lengths) if k is None else k
     if not 1 <= k <= min(lengths):
-        raise UserError(f"k={k}: the last k predictions are scored, so k is from 1 to the shortest length {min(lengths)}")
+        raise UserError(f"k={k}: the last k predictions are scored; k is from 1 to the shortest length {min(lengths)}")
     return sorted(lengths), k
 
 
 def plan_windows(cache: TokenCache, split: str, longest: int, k: int, max_windows: int) -> WindowPlan:
-    """Chooses at most ``max_windows`` windows whose targets do not overlap, spread over as many documents as possible."""
+    """Chooses at most ``max_windows`` windows with disjoint targets, over as many documents as possible."""
     names, bounds = cache.split_documents(split)
     # The longest window needs `longest` inputs and, one further, its last target.
     capacity = np.maximum(0, (bounds[:, 1] - bounds[:, 0] - 1 - longest) // k + 1)
@@ -83,7 +83,7 @@ def plan_windows(cache: TokenCache, split: str, longest: int, k: int, max_window
         counts[np.flatnonzero(open_)[: max_windows - counts.sum()]] += 1
     document, end = [], []
     for index, (source, count) in enumerate(zip(chosen, counts, strict=True)):
-        first, last = bounds[source]
+        last = bounds[source, 1]
         slots = np.linspace(0, capacity[source] - 1, count).round().astype(np.int64)
         document += [index] * int(count)
         end += (last - 1 - slots * k).tolist()

@@ -132,10 +132,8 @@ def check_comparable(reports: Sequence[dict[str, Any]], names: Sequence[str]) ->
 def with_labels(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Reports with a ``label``: the method, and the run's name where one method occurs twice."""
     methods = [report["method"] for report in reports]
-    return [
-        {**report, "label": report["method"] if methods.count(report["method"]) == 1 else f"{report['method']} ({name})"}
-        for report, name in zip(reports, names, strict=True)
-    ]
+    labels = [m if methods.count(m) == 1 else f"{m} ({name})" for m, name in zip(methods, names, strict=True)]
+    return [{**report, "label": label} for report, label in zip(reports, labels, strict=True)]
 
 
 def print_table(reports: Sequence[dict[str, Any]]) -> None:

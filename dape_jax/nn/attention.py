@@ -22,7 +22,7 @@ class Attention(nnx.Module):
       rope_base: base of rotary positions, None for none.
       causal: whether a position attends only to itself and earlier ones.
       dtype: of the activations; parameters are float32.
-      kernel_init, out_init: initialisers of q, k, v and of o.
+      kernel_init, out_init: initialisers of q, k, v and of o; default LeCun normal, and that of q, k, v.
       backend: of ``dape_attention``.
       batch_axes: mesh axes over which the batch is split; see ``dape_attention``.
       rngs: source of the initial parameters.
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
         rope_base: float | None = None,
         causal: bool = True,
         dtype: jnp.dtype = jnp.float32,
-        kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),
+        kernel_init: nnx.Initializer | None = None,
         out_init: nnx.Initializer | None = None,
         backend: str = "auto",
         batch_axes: tuple[str, ...] = (),
@@ -51,6 +51,8 @@ class Attention(nnx.Module):
         self.causal = causal
         self.backend = backend
         self.batch_axes = batch_axes
+
+        kernel_init = kernel_init or nnx.initializers.lecun_normal()
 
         def linear(init: nnx.Initializer) -> nnx.Linear:
             return nnx.Linear(width, width, dtype=dtype, kernel_init=init, rngs=rngs)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
@@ -47,7 +48,7 @@ class TransformerConfig:
         if self.width % self.num_heads:
             raise UserError(f"width={self.width} is not divisible by num_heads={self.num_heads}")
         if self.rope_base is not None and (self.width // self.num_heads) % 2:
-            raise UserError(f"width={self.width} / num_heads={self.num_heads} is odd; RoPE needs an even head dimension")
+            raise UserError(f"width={self.width} / num_heads={self.num_heads} is odd; RoPE needs an even number")
 
 
 def small_init(width: int) -> nnx.Initializer:
@@ -58,6 +59,11 @@ def small_init(width: int) -> nnx.Initializer:
 def wang_init(width: int, num_layers: int) -> nnx.Initializer:
     """Normal with standard deviation 2 / (num_layers sqrt(width)): for what a block adds to the residual stream."""
     return nnx.initializers.normal(2 / (num_layers * width**0.5))
+
+
+def _split_rows(x: jax.Array, axes: tuple[str, ...], rows: bool = True) -> jax.Array:
+    """Keeps x split over the mesh by its first axis, or whole on every device; as it is without ``batch_axes``."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes) if rows else PartitionSpec()) if axes else x
 
 
 class Block(nnx.Module):
@@ -110,20 +116,22 @@ class TransformerLM(nnx.Module):
 
         self.blocks = stacked(rngs)
         self.final_norm = nnx.LayerNorm(width, epsilon=1e-5, dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.head = nnx.Linear(
-            width, config.vocab_size, use_bias=False, dtype=jnp.float32, kernel_init=init, rngs=rngs
-        )
+        self.head = nnx.Linear(width, config.vocab_size, use_bias=False, dtype=jnp.float32, kernel_init=init, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """Final hidden states, in the activations' dtype."""
 
+        axes = self.config.batch_axes
+
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         def run(block: Block, x: jax.Array) -> jax.Array:
-            return block(x, positions, segment_ids)
+            return _split_rows(block(x, positions, segment_ids), axes)
 
-        return self.final_norm(run(self.blocks, self.embed(tokens)))
+        # The table is gathered first: a lookup in one that is split along M would be resharded row by row.
+        table = _split_rows(self.embed.embedding[...], axes, rows=False).astype(self.config.dtype)
+        return self.final_norm(run(self.blocks, _split_rows(table[tokens], axes)))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] from hidden states [..., M]."""

@@ -19,8 +19,7 @@ class Checkpoints:
     """The checkpoints of a run, below ``directory``."""
 
     def __init__(self, directory: Path, keep: int | None = None):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, create=keep is not None)
-        self._directory = directory
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
     def latest(self) -> int | None:
@@ -45,7 +44,7 @@ class Checkpoints:
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state at ``step``, into the shapes and shardings of ``abstract``."""
         optimizer = {"opt_state": abstract.opt_state, "step": abstract.step}
-        restored = self._manager.restore(
+        restored: Any = self._manager.restore(
             step,
             args=ocp.args.Composite(
                 params=ocp.args.StandardRestore(abstract.params), optimizer=ocp.args.StandardRestore(optimizer)
@@ -56,7 +55,8 @@ class Checkpoints:
     def restore_params(self, step: int, abstract: Any) -> Any:
         """The parameters alone."""
         args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=args).params
+        restored: Any = self._manager.restore(step, args=args)
+        return restored.params
 
     def close(self) -> None:
         """Waits for a save under way."""

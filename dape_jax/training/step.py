@@ -100,7 +100,7 @@ def train_step(
     loss, grads = jax.value_and_grad(functools.partial(loss_fn, config))(state.params, rows)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = project(config.bias, optax.apply_updates(state.params, updates))
-    metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
     return TrainState(params, opt_state, state.step + 1), metrics
 
 

@@ -46,7 +46,8 @@ def oracle(q, k, v, *, bias, bias_params, adapt, adapt_params, causal, q_positio
                 mask &= np.asarray(q_segments)[row][:, None] == np.asarray(k_segments)[row][None, :]
             if k_valid is not None:
                 mask &= np.asarray(k_valid)[row][None, :]
-            weights = jnp.where(mask, jnp.exp(a - jnp.where(mask, a, -jnp.inf).max(-1, keepdims=True, initial=-1e300)), 0.0)
+            top = jnp.where(mask, a, -jnp.inf).max(-1, keepdims=True, initial=-1e300)
+            weights = jnp.where(mask, jnp.exp(a - top), 0.0)
             weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-300)
             rows.append(jnp.einsum("hqk,khd->qhd", weights, v[row]))
         return np.asarray(jnp.stack(rows))
@@ -307,7 +308,9 @@ BAD = {
     "q_positions has dtype float32": lambda a: dict(a, q_positions=jnp.arange(5.0)),
     "k_positions has shape": lambda a: dict(a, k_positions=jnp.arange(4)),
     r"bias_params\['a'\] has shape None": lambda a: dict(a, bias_params={"p": jnp.ones(4)}),
-    r"adapt_params\['w1'\] has shape": lambda a: dict(a, adapt=Adapt(), adapt_params=Adapt().init(jax.random.key(0), 4, has_bias=False)),
+    r"adapt_params\['w1'\] has shape": lambda a: dict(
+        a, adapt=Adapt(), adapt_params=Adapt().init(jax.random.key(0), 4, has_bias=False)
+    ),
     "given without adapt": lambda a: dict(a, adapt_params={"w1": jnp.ones(1)}),
     "given without a bias": lambda a: dict(a, bias=None),
     "rows=2 does not divide": lambda a: dict(a, **{n: a[n][:1] for n in "qkv"}, block_sizes=BlockSizes(4, 4, 2)),
@@ -338,5 +341,4 @@ def test_all_combinations_are_distinct():
         arrays, _ = make(1, 6, 6, 4, 4, 8, bias, adapt)
         out = dape_attention(*arrays[:3], bias=bias, bias_params=arrays[3], adapt=adapt, adapt_params=arrays[4])
         outputs.append(np.asarray(out))
-    same = [(i, j) for i, j in itertools.combinations(range(len(outputs)), 2) if np.allclose(outputs[i], outputs[j], atol=1e-5)]
-    assert not same
+    assert not [1 for a, b in itertools.combinations(outputs, 2) if np.allclose(a, b, atol=1e-5)]

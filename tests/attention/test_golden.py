@@ -37,8 +37,6 @@ def load(path):
     return z, qkv, bias, as_arrays[0], adapt, as_arrays[1]
 
 
-
-
 @pytest.mark.parametrize("blocks", [None, BlockSizes(q=8, k=16, rows=1)], ids=["default", "small"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)

@@ -79,7 +79,8 @@ def test_modules_are_thin():
     values = bias(positions, positions)
     assert np.array_equal(values, biases.bias_values(T5Bias(), bias.params(), 3, positions, positions))
     s = jax.random.normal(jax.random.key(0), (2, 3, 5, 5))
-    want = adapt.adapt_logits(Adapt(), dape.params(), s.swapaxes(0, 1), adapt.bias_terms(Adapt(), dape.params(), values))
+    params = dape.params()
+    want = adapt.adapt_logits(Adapt(), params, s.swapaxes(0, 1), adapt.bias_terms(Adapt(), params, values))
     assert np.array_equal(dape(s, values), want.swapaxes(0, 1))
     with pytest.raises(UserError, match="called without a bias"):
         dape(s)
@@ -103,7 +104,7 @@ def test_the_parameter_tree():
 
 
 def test_initial_scales_are_the_papers():
-    big = TransformerLM(TransformerConfig(vocab_size=500, num_layers=3, num_heads=4, width=128, mlp_width=512), rngs=nnx.Rngs(0))
+    big = model(vocab_size=500, num_layers=3, width=128, mlp_width=512)
     small, wang = (2 / (5 * 128)) ** 0.5, 2 / (3 * 128**0.5)
     for kernel, std in (
         (big.embed.embedding, small), (big.head.kernel, small), (big.blocks.attention.q.kernel, small),
@@ -125,7 +126,7 @@ def test_bfloat16_activations_and_float32_parameters():
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"num_heads": 3}, "width=16 is not divisible by num_heads=3"),
     ({"num_layers": 0}, "num_layers=0"),
-    ({"num_heads": 16, "rope_base": 1e4}, "RoPE needs an even head dimension"),
+    ({"num_heads": 16, "rope_base": 1e4}, "RoPE needs an even number"),
 ])  # fmt: skip
 def test_bad_shapes_are_refused(kwargs, message):
     with pytest.raises(UserError, match=message):

@@ -1,0 +1,45 @@
+# `make quickstart` and `make test` are all that is needed; both make the virtual environment first if there is none.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+QUICKSTART ?= runs/quickstart
+
+.PHONY: quickstart test test-slow lint format
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart   train RoPE, Kerple and DAPE-Kerple at length 64, compare them up to 2,048 (about 5 minutes)"
+	@echo "make test         the fast tests          make test-slow   the slow ones"
+	@echo "make lint         ruff and pyright        make format      rewrite the code as ruff formats it"
+
+$(VENV)/ready: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	@touch $@
+
+$(VENV)/ready-dev: $(VENV)/ready requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	@touch $@
+
+quickstart: $(VENV)/ready
+	@set -e; for position in rope kerple dape_kerple; do \
+	  $(BIN)/python -m experiments.train --config=configs/quickstart.py:$$position --workdir=$(QUICKSTART)/$$position; \
+	  $(BIN)/python -m experiments.evaluate --workdir=$(QUICKSTART)/$$position; \
+	done
+	@$(BIN)/python -m experiments.compare $(addprefix $(QUICKSTART)/,rope kerple dape_kerple)
+
+test: $(VENV)/ready-dev
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+test-slow: $(VENV)/ready-dev
+	$(BIN)/python -m pytest -n auto -m slow
+
+lint: $(VENV)/ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/ready-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

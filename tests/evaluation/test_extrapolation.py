@@ -1,0 +1,164 @@
+import dataclasses
+import itertools
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs import base
+from dape_jax import config as config_lib
+from dape_jax.errors import UserError
+from dape_jax.evaluation import extrapolation, plots, report
+from dape_jax.evaluation.statistics import perplexity
+from dape_jax.training import run as run_lib
+from dape_jax.training import step as step_lib
+
+
+@pytest.fixture
+def run(text_folder, tmp_path):
+    mapping = base.get_config("dape_kerple")
+    mapping.model.update(num_layers=1, num_heads=2, width=16)
+    mapping.data.update(source="folder", path=str(text_folder), cache_dir=str(tmp_path / "cache"), test_fraction=0.5)
+    return run_lib.make_run(config_lib.from_mapping(mapping), show_progress=False)
+
+
+def test_windows_score_the_same_targets_at_every_length(run):
+    plan = extrapolation.plan_windows(run.tokens, "test", longest=2000, k=100, max_windows=30)
+    names, bounds = run.tokens.split_documents("test")
+    lengths = dict(zip(names, bounds[:, 1] - bounds[:, 0], strict=True))
+    assert set(plan.names) == {name for name in names if lengths[name] > 2000}
+    assert plan.left_out == sum(length <= 2000 for length in lengths.values())
+    assert len(plan.end) == len(plan.document) <= 30
+    ends = {}
+    for document, end in zip(plan.document, plan.end, strict=True):
+        first, last = bounds[names.index(plan.names[document])]
+        assert first <= end - 2000
+        assert end < last
+        ends.setdefault(document, []).append(end)
+    for values in ends.values():  # targets do not overlap, and the document's very last token is one of them
+        assert all(a - b >= 100 for a, b in itertools.pairwise(values))
+        assert max(values) == bounds[names.index(plan.names[plan.document[list(plan.end).index(values[0])]])][1] - 1
+    counts = [len(v) for v in ends.values()]
+    assert sum(counts) == 30
+
+
+def test_few_windows_are_spread_over_documents(run):
+    plan = extrapolation.plan_windows(run.tokens, "test", longest=500, k=50, max_windows=3)
+    assert plan.document.tolist() == [0, 1, 2]
+
+
+def test_scores_equal_a_model_run_by_hand(run):
+    params = step_lib.init_params(run.model, jax.random.key(0))
+    with jax.set_mesh(run.mesh):
+        plan = extrapolation.plan_windows(run.tokens, "test", longest=300, k=20, max_windows=11)
+        scores = extrapolation.score(run, params, plan, [40, 300], 20, show_progress=False)
+    model = step_lib.make_model(dataclasses.replace(run.model, batch_axes=()), params)
+    assert isinstance(model, nnx.Module)
+    for length in (40, 300):
+        assert scores[length].nll.shape == (len(plan.end), 20)
+        for window in (0, 5, len(plan.end) - 1):
+            tokens = np.asarray(run.tokens.tokens[plan.end[window] - length : plan.end[window] + 1], np.int32)
+            log_p = jax.nn.log_softmax(model.logits(model(tokens[None, :-1])))[0]
+            want = -np.asarray(log_p)[np.arange(length), tokens[1:]][-20:]
+            assert np.allclose(scores[length].nll[window], want, atol=1e-5)
+
+
+def test_partial_batches_count_exactly(run, monkeypatch):
+    params = step_lib.init_params(run.model, jax.random.key(0))
+    plan = extrapolation.plan_windows(run.tokens, "test", longest=100, k=10, max_windows=19)
+    whole = extrapolation.score(run, params, plan, [100], 10, show_progress=False)[100]
+    monkeypatch.setattr(extrapolation, "TOKENS_PER_DEVICE", 100)
+    parts = extrapolation.score(run, params, plan, [100], 10, show_progress=False)[100]
+    assert (whole.rows, parts.rows) == (24, 8)
+    assert whole.nll.shape == parts.nll.shape == (19, 10)
+    assert np.allclose(whole.nll, parts.nll, atol=1e-6)
+
+
+def test_statistics_by_hand():
+    sums, counts = np.asarray([10.0, 30.0, 8.0]), np.asarray([10.0, 20.0, 10.0])
+    got = perplexity(sums, counts)
+    assert np.isclose(got.nll, 48 / 40)
+    residuals = sums - 1.2 * counts
+    assert np.isclose(got.nll_standard_error, math.sqrt(3 / 2 * (residuals**2).sum()) / 40)
+    assert np.isclose(got.perplexity, math.exp(1.2))
+    assert np.isclose(got.perplexity_standard_error, math.exp(1.2) * got.nll_standard_error)
+    # With equal counts it is the textbook standard error of a mean.
+    equal = perplexity(np.asarray([1.0, 2.0, 4.0]), np.ones(3))
+    assert np.isclose(equal.nll_standard_error, np.std([1, 2, 4], ddof=1) / math.sqrt(3))
+    assert math.isnan(perplexity(np.ones(1), np.ones(1)).nll_standard_error)
+
+
+@pytest.mark.parametrize(("lengths", "k", "message"), [
+    ([0, 64], None, "0 is no length"), ([-5], None, "-5 is no length"), ([], None, "at least one"),
+    ([64, 64], None, "names one twice"), ([64, 128], 65, "k=65"), ([64], 0, "k=0"),
+])  # fmt: skip
+def test_bad_lengths_are_named(lengths, k, message):
+    with pytest.raises(UserError, match=message):
+        extrapolation.check_lengths(lengths, k)
+
+
+def test_k_is_the_smaller_of_256_and_the_shortest_length():
+    assert extrapolation.check_lengths([2048, 64], None) == ([64, 2048], 64)
+    assert extrapolation.check_lengths([512, 8192], None) == ([512, 8192], 256)
+    assert extrapolation.check_lengths([1], None) == ([1], 1)
+
+
+def test_lengths_beyond_every_document_are_named(run):
+    with pytest.raises(UserError, match=r"lengths: 1000000 is longer than every test document; the longest admits \d+"):
+        extrapolation.plan_windows(run.tokens, "test", longest=10**6, k=10, max_windows=3)
+
+
+def test_report_says_what_was_measured(run, tmp_path, capsys):
+    params = step_lib.init_params(run.model, jax.random.key(0))
+    plan = extrapolation.plan_windows(run.tokens, "test", longest=100, k=10, max_windows=19)
+    scores = extrapolation.score(run, params, plan, [10, 100], 10, show_progress=False)
+    made = report.make_report(run, plan, scores, 10, "test", 7)
+    path = report.write_report(made, tmp_path / "evaluation")
+    read = json.loads(path.read_text())
+    assert path.name == "last_k_step7.json"
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for name in ("protocol", "lengths", "k", "text", "seed", "step", "backend", "dtype", "device", "method"):
+        assert name in read
+    assert read["lengths"] == [10, 100]
+    assert [r["scored_tokens"] for r in read["results"]] == [190, 190]
+    assert sum(d["scored_tokens"] for d in read["documents"]) == 190
+    for r in read["results"]:
+        nll = scores[r["length"]].nll
+        assert np.isclose(r["nll"], nll.mean(), rtol=1e-6)
+        assert np.isclose(r["perplexity"], math.exp(nll.mean()), rtol=1e-6)
+    # An untrained model predicts bytes about uniformly.
+    assert 200 < read["results"][0]["perplexity"] < 400
+    assert report.latest_report(tmp_path)["step"] == 7
+
+    other = {**read, "method": "Kerple", "position": "kerple"}
+    report.check_comparable([read, other], ["a", "b"])
+    with pytest.raises(UserError, match="b and a cannot be compared: k is 9 and 10"):
+        report.check_comparable([read, {**other, "k": 9}], ["a", "b"])
+    assert [r["label"] for r in report.with_labels([read, read, other], ["a", "b", "c"])] == [
+        "DAPE-Kerple (a)", "DAPE-Kerple (b)", "Kerple",
+    ]  # fmt: skip
+    report.print_table([read, other])
+    printed = capsys.readouterr().out
+    assert f"{read['results'][1]['perplexity']:.2f}" in printed
+    plots.perplexity_by_length([read, other], tmp_path / "both.png")
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+
+
+def test_one_document_has_no_standard_error(run, tmp_path):
+    params = step_lib.init_params(run.model, jax.random.key(0))
+    plan = extrapolation.plan_windows(run.tokens, "test", longest=100, k=10, max_windows=1)
+    scores = extrapolation.score(run, params, plan, [100], 10, show_progress=False)
+    path = report.write_report(report.make_report(run, plan, scores, 10, "test", 1), tmp_path)
+    assert json.loads(path.read_text())["results"][0]["perplexity_standard_error"] is None
+
+
+def test_damaged_and_missing_reports_are_named(tmp_path):
+    with pytest.raises(UserError, match="holds no evaluation; run experiments.evaluate"):
+        report.latest_report(tmp_path)
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "last_k_step3.json").write_text("{")
+    with pytest.raises(UserError, match=r"last_k_step3.json is damaged"):
+        report.latest_report(tmp_path)

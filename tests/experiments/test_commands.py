@@ -1,0 +1,137 @@
+"""The commands as a user types them, each in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dape_jax.training.metrics import read_metrics
+
+SMALL = ["--config=configs/quickstart.py:dape_kerple", "--config.model.num_layers=1", "--config.model.width=16",
+         "--config.model.num_heads=2", "--config.training.batch_size=8", "--config.training.steps=30",
+         "--config.training.checkpoint_every=5", "--config.training.log_every=1"]  # fmt: skip
+
+
+@pytest.fixture
+def command(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "xdg")}
+
+    def command(name, *arguments, start=False):
+        line = [sys.executable, "-m", f"experiments.{name}", *map(str, arguments)]
+        if start:
+            return subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+    return command
+
+
+def data(folder):
+    return ["--config.data.source=folder", f"--config.data.path={folder}"]
+
+
+def losses(workdir):
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(workdir / "metrics.jsonl")]
+
+
+def test_train_evaluate_compare(command, text_folder, tmp_path):
+    for position in ("rope", "dape_kerple"):
+        config = [SMALL[0].replace("dape_kerple", position), *SMALL[1:]]
+        trained = command("train", *config, *data(text_folder), f"--workdir={tmp_path / position}")
+        assert trained.returncode == 0, trained.stderr
+        assert "trained to step 30" in trained.stdout
+        assert "tokens/s" in trained.stderr
+        evaluated = command("evaluate", f"--workdir={tmp_path / position}", "--lengths=64,16,128")
+        assert evaluated.returncode == 0, evaluated.stderr
+    compared = command("compare", tmp_path / "rope", tmp_path / "dape_kerple")
+    assert compared.returncode == 0, compared.stderr
+    assert "DAPE-Kerple" in compared.stdout
+    assert "Perplexity of the last 16 tokens" in compared.stdout
+    both = json.loads((tmp_path / "comparison.json").read_text())["reports"]
+    assert [r["method"] for r in both] == ["RoPE", "DAPE-Kerple"]
+    assert both[0]["lengths"] == [16, 64, 128]
+    assert (tmp_path / "comparison.png").exists()
+
+
+def test_kill_9_and_resume(command, text_folder, tmp_path):
+    """Killed at several moments, the run computes the losses of an unbroken one, bit for bit."""
+    arguments = [*SMALL, *data(text_folder)]
+    assert command("train", *arguments, f"--workdir={tmp_path / 'straight'}").returncode == 0
+    broken = tmp_path / "broken"
+    for lines_before_kill in (3, 11, 12, 24):
+        process = command("train", *arguments, f"--workdir={broken}", start=True)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if len(read_metrics(broken / "metrics.jsonl")) >= lines_before_kill:
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        process.wait()
+    finished = command("train", *arguments, f"--workdir={broken}")
+    assert finished.returncode == 0, finished.stderr
+    assert losses(broken) == losses(tmp_path / "straight")
+    assert len(losses(broken)) == 30
+
+
+CASES = {
+    "unknown configuration": (["--config=configs/quickstat.py", "--workdir=W"], "did you mean 'configs/quickstart.py'"),
+    "unknown folder": (["--config=confs/x.py", "--workdir=W"], "there is no folder confs"),
+    "no configuration": (["--workdir=W"], "--config is missing"),
+    "no workdir": ([SMALL[0]], "--workdir is missing"),
+    "unknown position": (["--config=configs/quickstart.py:dape_kerpel", "--workdir=W"], "did you mean 'dape_kerple'"),
+    "unknown field": ([SMALL[0], "--config.model.head=3", "--workdir=W"], "head"),
+    "unknown section": ([SMALL[0], "--config.modle.width=3", "--workdir=W"], "modle"),
+    "float for an integer": ([SMALL[0], "--config.training.steps=1.5", "--workdir=W"], "config.training.steps"),
+    "word for a number": ([SMALL[0], "--config.training.steps=many", "--workdir=W"], "many"),
+    "value out of range": ([SMALL[0], "--config.training.steps=0", "--workdir=W"], "training.steps=0"),
+    "width and heads": ([SMALL[0], "--config.model.num_heads=7", "--workdir=W"], "not divisible by num_heads=7"),
+    "missing text": ([SMALL[0], *data("/nowhere"), "--workdir=W"], "data.path='/nowhere' does not exist"),
+    "wrong flag": ([SMALL[0], "--workdri=W"], "usage: python -m experiments.train"),
+    "stray word": ([SMALL[0], "--workdir=W", "now"], "usage: python -m experiments.train"),
+    "too long": ([SMALL[0], "--config.data.sequence_length=100000000", "--workdir=W"], "too few for one window"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_training_input_gets_one_line(case, command, tmp_path):
+    arguments, message = CASES[case]
+    result = command("train", *(a.replace("=W", f"={tmp_path / 'run'}") for a in arguments))
+    check_refusal(result, message)
+    assert not (tmp_path / "run").exists()
+
+
+def check_refusal(result, message):
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert message in result.stderr
+
+
+def test_wrong_evaluation_input_gets_one_line(command, text_folder, tmp_path):
+    assert command("train", *SMALL, *data(text_folder), f"--workdir={tmp_path / 'run'}").returncode == 0
+    before = sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*"))
+    workdir = f"--workdir={tmp_path / 'run'}"
+    for arguments, message in {
+        (workdir, "--lengths=64,0"): "0 is no length",
+        (workdir, "--lengths=64,abc"): "'abc' is not an integer",
+        (workdir, "--lengths=64,1.5"): "'1.5' is not an integer",
+        (workdir, "--lengths="): "'' is not an integer",
+        (workdir, "--lengths=1000000"): "longer than every test document",
+        (workdir, "--lengths=64", "--k=65"): "k=65",
+        (workdir, "--lengths=64", "--k=many"): "many",
+        (workdir, "--step=7"): "no such checkpoint",
+        (workdir, "--split=tset"): "did you mean 'test'",
+        (f"--workdir={tmp_path / 'none'}",): "holds no run",
+        (): "--workdir is missing",
+        (workdir, "--length=64"): "usage: python -m experiments.evaluate",
+    }.items():
+        check_refusal(command("evaluate", *arguments), message)
+    check_refusal(command("compare"), "usage: python -m experiments.compare")
+    check_refusal(command("compare", tmp_path / "run"), "holds no evaluation")
+    assert sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*")) == before
+    assert not (tmp_path / "none").exists()
