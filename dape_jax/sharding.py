@@ -77,5 +77,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def put_rows(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """A global array, split by rows over all devices, from this process's rows."""
+    """A global array, split by rows over all devices, from this process's rows; processes may come in any order."""
     return jax.make_array_from_process_local_data(batch_sharding(mesh), rows)
+
+
+def put_batch(mesh: Mesh, batch: np.ndarray) -> jax.Array:
+    """A global array, split by rows over all devices, from the whole batch, which every process holds, in order."""
+    return jax.make_array_from_callback(batch.shape, batch_sharding(mesh), lambda index: batch[index])

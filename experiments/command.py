@@ -8,12 +8,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
 from dape_jax.errors import UserError, nearest
 
 FLAGS = flags.FLAGS
+
+
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "Start jax.distributed first: for runs on several hosts, the same command on each of them."
+)
 
 
 def define_config() -> None:
@@ -37,6 +43,8 @@ def run(main: Callable[[list[str]], None], usage: str, positional: bool = False)
         arguments = _parse(positional)
     except (flags.Error, UserError) as e:
         sys.exit(_fail(f"{_one_line(e)}\nusage: {usage}", 2))
+    if _DISTRIBUTED.value:
+        jax.distributed.initialize()
     try:
         main(arguments)
     except UserError as e:
@@ -65,6 +73,8 @@ def workdir(value: str | None) -> Path:
     """The folder of a run, which is a required flag."""
     if not value:
         raise UserError("--workdir is missing; give the folder of the run")
+    if "://" in value:
+        raise UserError(f"--workdir={value}: a local or mounted folder is needed, not the address of a bucket")
     return Path(value).expanduser()
 
 

@@ -44,7 +44,7 @@ def main(_: list[str]) -> None:
     shardings = tree_sharding(run.mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     params = checkpoints.restore_params(step, abstract)
-    scores = extrapolation.score(run, params, plan, lengths, k)
+    scores = extrapolation.score(run, params, plan, lengths, k, show_progress=jax.process_index() == 0)
     result = report.make_report(run, plan, scores, k, _SPLIT.value, step)
     if jax.process_index() == 0:
         path = report.write_report(result, directory / "evaluation")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dape_jax import sharding
@@ -106,14 +107,14 @@ def score(
             progress.set_postfix_str(f"length {length}")
             started = time.monotonic()
             rows = rows_at_once(length, windows, run.mesh.size)
-            fn = _scorer(run.model, k)
+            fn = _scorer(run.model, k, run.mesh)
             parts = []
             for first in range(0, windows, rows):
                 ends = plan.end[first : first + rows]
                 # The last batch is filled up with copies of its first row; their scores are dropped.
                 filled = np.concatenate([ends, np.full(rows - len(ends), ends[0])])
                 batch = np.stack([run.tokens.tokens[e - length : e + 1] for e in filled]).astype(np.int32)
-                parts.append(np.asarray(fn(params, _put(run, batch)))[: len(ends)])
+                parts.append(np.asarray(fn(params, sharding.put_batch(run.mesh, batch)))[: len(ends)])
                 progress.update(len(ends) * length)
             scores[length] = LengthScores(np.concatenate(parts), rows, time.monotonic() - started)
     return scores
@@ -126,15 +127,9 @@ def rows_at_once(length: int, windows: int, devices: int) -> int:
 
 
 @functools.lru_cache(maxsize=4)
-def _scorer(config: TransformerConfig, k: int) -> Callable[[Any, jax.Array], jax.Array]:
+def _scorer(config: TransformerConfig, k: int, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
     def nll(params: Any, rows: jax.Array) -> jax.Array:
         hidden = make_model(config, params)(rows[:, :-1])
         return token_nll(hidden[:, -k:], params["head"]["kernel"], rows[:, -k:])
 
-    return jax.jit(nll)
-
-
-def _put(run: Run, batch: np.ndarray) -> jax.Array:
-    per_process = len(batch) // jax.process_count()
-    first = jax.process_index() * per_process
-    return sharding.put_rows(run.mesh, batch[first : first + per_process])
+    return jax.jit(nll, out_shardings=sharding.replicated(mesh))  # so that every process can read all of it

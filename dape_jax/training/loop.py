@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from dape_jax import config as config_lib
 from dape_jax import sharding
+from dape_jax.attention import choose_backend
 from dape_jax.data.batches import Windows, training_batches
 from dape_jax.errors import UserError
 from dape_jax.training import optimizer as optimizer_lib
@@ -48,10 +50,21 @@ def train(run: Run, workdir: Path, show_progress: bool = True) -> TrainState:
     schedule = optimizer_lib.schedule(config.optimizer, training.steps)
     with jax.set_mesh(run.mesh):
         init, abstract = init_state(run.model, optimizer, training.seed, run.mesh)
-        claim(workdir, run)
+        if jax.process_index() == 0:
+            claim(workdir, run)
+        multihost_utils.sync_global_devices("workdir claimed")  # the others look into it only then
         checkpoints = Checkpoints(workdir / "checkpoints", keep=training.keep_checkpoints)
         first = checkpoints.latest() or 0
         state = checkpoints.restore(first, abstract) if first else init()
+        _log.info(
+            "%s: %s parameters, %s, mesh %s, attention %s, checkpoint every %d steps",
+            config_lib.method_label(config.model.position),
+            f"{sum(x.size for x in jax.tree.leaves(abstract.params)):,}",
+            run.model.dtype,
+            dict(run.mesh.shape),
+            choose_backend(run.model.backend),
+            training.checkpoint_every,
+        )
         if first:
             _log.info("resuming at step %d of %d", first, training.steps)
         step_fn = compile_step(run.model, optimizer, abstract, run.mesh)
@@ -65,7 +78,7 @@ def train(run: Run, workdir: Path, show_progress: bool = True) -> TrainState:
             jax.process_count(),
         )
         metrics = MetricsFile(workdir / "metrics.jsonl", first) if jax.process_index() == 0 else None
-        recorder = _Recorder(metrics, schedule, training.batch_size * config.data.sequence_length)
+        recorder = _Recorder(metrics, schedule, training.batch_size * config.data.sequence_length, checkpoints)
         progress = tqdm(
             total=training.steps,
             initial=first,
@@ -81,7 +94,7 @@ def train(run: Run, workdir: Path, show_progress: bool = True) -> TrainState:
                 save = step % training.checkpoint_every == 0 or step == training.steps
                 check = bool(training.validate_every) and step % training.validate_every == 0
                 if save or check or step % training.log_every == 0:
-                    progress.set_postfix_str(recorder.flush(checkpoints.latest() or 0))
+                    progress.set_postfix_str(recorder.flush())
                 if check and validate is not None:
                     recorder.write([{"step": step, "validation_loss": validate(state.params)}])
                 if save:
@@ -97,10 +110,13 @@ def train(run: Run, workdir: Path, show_progress: bool = True) -> TrainState:
 class _Recorder:
     """Collects each step's metrics on the device and fetches them in groups, so that steps overlap."""
 
-    def __init__(self, file: MetricsFile | None, schedule: Callable[[Any], Any], tokens_per_step: int):
+    def __init__(
+        self, file: MetricsFile | None, schedule: Callable[[Any], Any], tokens_per_step: int, checkpoints: Checkpoints
+    ):
         self._file = file
         self._schedule = schedule
         self._tokens_per_step = tokens_per_step
+        self._checkpoints = checkpoints
         self._pending: list[tuple[int, dict[str, jax.Array]]] = []
         self._since = time.monotonic()
         self._first_group = True
@@ -108,7 +124,7 @@ class _Recorder:
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
         self._pending.append((step, metrics))
 
-    def flush(self, last_checkpoint: int) -> str:
+    def flush(self) -> str:
         """Writes what is pending; returns the progress bar's text. The first group includes the compilation."""
         lines = []
         for step, metrics in self._pending:
@@ -123,7 +139,7 @@ class _Recorder:
         if bad:
             raise NonFiniteLoss(
                 f"loss {bad[0]['loss']} and gradient norm {bad[0]['grad_norm']} at step {bad[0]['step']}; "
-                f"the latest checkpoint is of step {last_checkpoint}"
+                f"the latest checkpoint is of step {self._checkpoints.latest() or 0}"
             )
         warming, self._first_group = self._first_group, False
         return f"loss {lines[-1]['loss']:.4f}, {rate:,.0f} tokens/s{' with compilation' if warming else ''}"

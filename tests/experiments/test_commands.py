@@ -81,6 +81,7 @@ CASES = {
     "unknown configuration": (["--config=configs/quickstat.py", "--workdir=W"], "did you mean 'configs/quickstart.py'"),
     "unknown folder": (["--config=confs/x.py", "--workdir=W"], "there is no folder confs"),
     "no configuration": (["--workdir=W"], "--config is missing"),
+    "bucket": ([SMALL[0], "--workdir=gs://bucket/run"], "a local or mounted folder is needed"),
     "no workdir": ([SMALL[0]], "--workdir is missing"),
     "unknown position": (["--config=configs/quickstart.py:dape_kerpel", "--workdir=W"], "did you mean 'dape_kerple'"),
     "unknown field": ([SMALL[0], "--config.model.head=3", "--workdir=W"], "head"),

@@ -1,0 +1,80 @@
+"""Two processes with four devices each train as one process with eight: same batches, same losses, same checkpoints."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dape_jax.training.metrics import read_metrics
+from tests.conftest import relative_error
+
+WORKER = """
+import sys
+import jax
+from configs import quickstart
+from dape_jax import config as config_lib
+from dape_jax.evaluation import extrapolation
+from dape_jax.training import loop, run as run_lib
+
+port, index, count, workdir, text, cache, steps = sys.argv[1:]
+if int(count) > 1:
+    jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
+mapping = quickstart.get_config()
+mapping.model.update(num_layers=1, num_heads=2, width=16)
+mapping.data.update(source="folder", path=text, cache_dir=cache)
+mapping.training.update(steps=8, batch_size=16, checkpoint_every=4, log_every=1, validate_every=4)
+mapping.mesh.fsdp = 4
+run = run_lib.make_run(config_lib.from_mapping(mapping), show_progress=False)
+assert run.mesh.size == 8, run.mesh
+if int(steps) < 8:  # stop as if killed, after the checkpoint of step 4
+    original, loop.Checkpoints.save = loop.Checkpoints.save, lambda *a: (original(*a), a[0].close(), sys.exit(0))
+import pathlib
+state = loop.train(run, pathlib.Path(workdir), show_progress=False)
+plan = extrapolation.plan_windows(run.tokens, "test", 64, 16, 11)
+scores = extrapolation.score(run, state.params, plan, [64], 16, show_progress=False)
+if jax.process_index() == 0:
+    import numpy
+    numpy.save(pathlib.Path(workdir) / "scores.npy", scores[64].nll)
+"""
+
+
+def start(count, workdir, text, cache, steps=8):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(port), str(i), str(count), workdir, text, cache, str(steps)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_and_take_over_its_run(text_folder, tmp_path):
+    text, cache = str(text_folder), str(tmp_path / "cache")
+    start(1, str(tmp_path / "one"), text, cache)
+    start(2, str(tmp_path / "two"), text, cache)
+    start(1, str(tmp_path / "both"), text, cache, steps=4)
+    start(2, str(tmp_path / "both"), text, cache)
+
+    def losses(name):
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        return np.asarray([[line["loss"], line["grad_norm"]] for line in lines if "loss" in line])
+
+    assert losses("one").shape == (8, 2)
+    for name in ("two", "both"):
+        assert relative_error(losses(name), losses("one")) < 1e-5
+        scores = [np.load(tmp_path / n / "scores.npy") for n in (name, "one")]
+        assert relative_error(*scores) < 1e-4
