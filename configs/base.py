@@ -17,7 +17,7 @@ def get_config(position: str = "dape_kerple") -> ConfigDict:
                 "width": 128,
                 "mlp_ratio": 4,
                 "rope_base": 10000.0,
-                "dape": {"variant": "concat_residual", "width": 32, "per_head": False},
+                "dape": {"variant": "concat_residual", "width": 32, "per_head": False, "kernel_width": 1},
                 "fire": {"width": 32, "init_length": placeholder(float)},
                 "t5": {"num_buckets": 32, "max_distance": 128},
                 "dtype": "auto",

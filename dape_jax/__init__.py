@@ -6,13 +6,13 @@ modules in ``dape_jax.nn``; training in ``dape_jax.training`` and evaluation in 
 
 from dape_jax.adapt import Adapt
 from dape_jax.attention import BlockSizes, dape_attention
-from dape_jax.biases import BIASES, FIRE, ALiBi, Bias, KerpleLog, T5Bias
+from dape_jax.biases import BIASES, FIRE, ALiBi, Bias, KerpleLog, KerplePower, T5Bias
 from dape_jax.errors import UserError
 from dape_jax.rotary import rope
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BIASES", "FIRE", "ALiBi", "Adapt", "Bias", "BlockSizes", "KerpleLog", "T5Bias", "UserError", "dape_attention",
-    "rope",
+    "BIASES", "FIRE", "ALiBi", "Adapt", "Bias", "BlockSizes", "KerpleLog", "KerplePower", "T5Bias", "UserError",
+    "dape_attention", "rope",
 ]  # fmt: skip

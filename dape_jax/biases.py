@@ -32,13 +32,13 @@ class Bias:
     Attributes:
       distance_only: whether the value depends on |i - j| alone, so that ``bias_table`` exists.
       shared: names of parameters that all heads of a layer share; every other one has a leading head axis.
-      lower_bounds: smallest permitted value of a parameter. ``value`` never reads a smaller one, and the training
-        loop projects parameters onto the bound after each update.
+      bounds: smallest and largest permitted value of a parameter. ``value`` never reads one beyond, and the training
+        loop projects parameters onto the bounds after each update.
     """
 
     distance_only: ClassVar[bool] = True
     shared: ClassVar[frozenset[str]] = frozenset()
-    lower_bounds: ClassVar[Mapping[str, float]] = {}
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
 
     def init(self, key: jax.Array, num_heads: int) -> dict[str, jax.Array]:
         """Returns fresh float32 trainable parameters for ``num_heads`` heads."""
@@ -59,9 +59,9 @@ def _distance(q_position: jax.Array, k_position: jax.Array, dtype: jnp.dtype) ->
     return jnp.abs(q_position - k_position).astype(dtype)
 
 
-def _at_least(x: jax.Array, bound: float) -> jax.Array:
-    """max(x, bound) with the gradient of x, so that a parameter at its bound can still leave it."""
-    return x + jax.lax.stop_gradient(jnp.maximum(x, bound) - x)
+def _within(x: jax.Array, bounds: tuple[float, float]) -> jax.Array:
+    """x moved into its bounds, with the gradient of x, so that a parameter at a bound can still leave it."""
+    return x + jax.lax.stop_gradient(jnp.clip(x, *bounds) - x)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -98,7 +98,7 @@ class ALiBi(Bias):
 class KerpleLog(Bias):
     """``-p log(1 + a |i - j|)``, p ~ U(0, 2) and a ~ U(0, 1) for each head, both kept at 0.01 or more."""
 
-    lower_bounds: ClassVar[Mapping[str, float]] = {"p": 0.01, "a": 0.01}
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"p": (0.01, math.inf), "a": (0.01, math.inf)}
 
     def init(self, key: jax.Array, num_heads: int) -> dict[str, jax.Array]:
         p_key, a_key = jax.random.split(key)
@@ -107,9 +107,31 @@ class KerpleLog(Bias):
         return {"p": jnp.maximum(p, 0.01), "a": jnp.maximum(a, 0.01)}
 
     def value(self, params: Params, q_position: jax.Array, k_position: jax.Array) -> jax.Array:
-        p = _at_least(params["p"], self.lower_bounds["p"])
-        a = _at_least(params["a"], self.lower_bounds["a"])
+        p, a = (_within(params[name], self.bounds[name]) for name in ("p", "a"))
         return -p * jnp.log1p(a * _distance(q_position, k_position, p.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class KerplePower(Bias):
+    """``-p |i - j|^a``, p ~ U(0, 1) and a ~ U(0, 2) for each head, both kept at 0.01 or more and a at 2 or less.
+
+    The ranges are those of the official Kerple code, which calls this p bias_a and this a bias_p.
+    """
+
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"p": (0.01, math.inf), "a": (0.01, 2.0)}
+
+    def init(self, key: jax.Array, num_heads: int) -> dict[str, jax.Array]:
+        p_key, a_key = jax.random.split(key)
+        p = jax.random.uniform(p_key, (num_heads,), jnp.float32, 0.0, 1.0)
+        a = jax.random.uniform(a_key, (num_heads,), jnp.float32, 0.0, 2.0)
+        return {"p": jnp.maximum(p, 0.01), "a": jnp.maximum(a, 0.01)}
+
+    def value(self, params: Params, q_position: jax.Array, k_position: jax.Array) -> jax.Array:
+        p, a = (_within(params[name], self.bounds[name]) for name in ("p", "a"))
+        distance = _distance(q_position, k_position, p.dtype)
+        # At distance 0 the derivative with respect to a would be 0 log 0.
+        power = jnp.exp(a * jnp.log(jnp.maximum(distance, 1.0)))
+        return jnp.where(distance == 0.0, 0.0, -p * power)
 
 
 def t5_bucket(distance: jax.Array, num_buckets: int = 32, max_distance: int = 128) -> jax.Array:
@@ -193,7 +215,13 @@ class FIRE(Bias):
         return jnp.tensordot(params["w2"], hidden, axes=1, precision=jax.lax.Precision.HIGHEST) + params["b2"]
 
 
-BIASES: dict[str, type[Bias]] = {"alibi": ALiBi, "kerple": KerpleLog, "t5": T5Bias, "fire": FIRE}
+BIASES: dict[str, type[Bias]] = {
+    "alibi": ALiBi,
+    "kerple": KerpleLog,
+    "kerple_power": KerplePower,
+    "t5": T5Bias,
+    "fire": FIRE,
+}
 """Every additive bias by its configuration name. NoPE is the absence of one: ``None`` wherever a bias is taken."""
 
 

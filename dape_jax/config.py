@@ -8,12 +8,11 @@ the field.
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
 from typing import Any
 
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
-from dape_jax.attention import choose_backend
+from dape_jax.attention import BACKENDS
 from dape_jax.errors import UserError, nearest
 from dape_jax.nn.transformer import TransformerConfig
 
@@ -30,6 +29,7 @@ class DapeSection:
     variant: str = "concat_residual"
     width: int = 32
     per_head: bool = False
+    kernel_width: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Config:
     mesh: MeshSection = MeshSection()
 
 
-def from_mapping(mapping: Mapping[str, Any]) -> Config:
+def from_mapping(mapping: Any) -> Config:
     """Checks a ConfigDict or a nested dictionary and freezes it."""
     config = _build(Config, mapping, "")
     _check_ranges(config)
@@ -168,7 +168,15 @@ def split_position(position: str) -> tuple[str, bool]:
 
 def method_label(position: str) -> str:
     """How tables and plots call a position encoding, such as DAPE-Kerple."""
-    names = {"nope": "NoPE", "rope": "RoPE", "alibi": "ALiBi", "kerple": "Kerple", "t5": "T5 bias", "fire": "FIRE"}
+    names = {
+        "nope": "NoPE",
+        "rope": "RoPE",
+        "alibi": "ALiBi",
+        "kerple": "Kerple",
+        "kerple_power": "Kerple-power",
+        "t5": "T5 bias",
+        "fire": "FIRE",
+    }
     base, dape = split_position(position)
     return f"DAPE-{names[base]}" if dape else names[base]
 
@@ -181,6 +189,7 @@ def transformer(config: Config, vocab_size: int, platform: str, batch_axes: tupl
     bias = {
         "alibi": biases.ALiBi,
         "kerple": biases.KerpleLog,
+        "kerple_power": biases.KerplePower,
         "t5": lambda: biases.T5Bias(model.t5.num_buckets, model.t5.max_distance),
         "fire": lambda: biases.FIRE(
             width=model.fire.width,
@@ -197,11 +206,15 @@ def transformer(config: Config, vocab_size: int, platform: str, batch_axes: tupl
         mlp_width=model.mlp_ratio * model.width,
         bias=bias,
         rope_base=model.rope_base if position == ROTARY else None,
-        adapt=adapt_lib.Adapt(model.dape.variant, model.dape.width, model.dape.per_head) if dape else None,
+        adapt=_adapt(model.dape) if dape else None,
         dtype=dtype,
         backend=model.attention_backend,
         batch_axes=batch_axes,
     )
+
+
+def _adapt(dape: DapeSection) -> adapt_lib.Adapt:
+    return adapt_lib.Adapt(dape.variant, dape.width, dape.per_head, dape.kernel_width)
 
 
 def _build(cls: type, mapping: Any, path: str) -> Any:
@@ -225,9 +238,9 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if isinstance(hint, types.UnionType):  # X | None
         return None if value is None else _value(typing.get_args(hint)[0], value, path)
     if typing.get_origin(hint) is tuple:
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
+        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
             raise UserError(f"{path}={value!r}: a list of integers is needed")
-        return tuple(_value(int, item, path) for item in value)
+        return tuple(value)
     accepted = (int, float) if hint is float else hint
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise UserError(f"{path}={value!r} is a {type(value).__name__}; {hint.__name__} is needed")
@@ -242,11 +255,16 @@ def _check_ranges(config: Config) -> None:
         if not condition:
             raise UserError(f"{path}={value!r}: {what}")
 
+    inf, lengths, k = float("inf"), config.evaluation.lengths, config.evaluation.k
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     need("model.mlp_ratio", model.mlp_ratio >= 1, "1 or more is needed")
-    need("model.rope_base", model.rope_base > 0, "a positive number is needed")
+    need("model.rope_base", 0 < model.rope_base < inf, "a positive number is needed")
     need("model.fire.width", model.fire.width >= 1, "1 or more is needed")
-    need("model.fire.init_length", (model.fire.init_length or 1) > 0, "a positive number is needed")
+    need(
+        "model.fire.init_length",
+        model.fire.init_length is None or 0 < model.fire.init_length < inf,
+        "a positive number is needed",
+    )
     need("model.t5.num_buckets", model.t5.num_buckets >= 2, "2 or more is needed")
     need(
         "model.t5.max_distance",
@@ -256,27 +274,32 @@ def _check_ranges(config: Config) -> None:
     dtypes = ("auto", "float32", "bfloat16")
     need("model.dtype", model.dtype in dtypes, f"is unknown{nearest(model.dtype, dtypes)}")
     need("data.sequence_length", data.sequence_length >= 1, "1 or more is needed")
+    need("data.cache_dir", data.cache_dir != "", "the path of a folder is needed")
     need("data.validation_fraction", 0 < data.validation_fraction < 1, "a number between 0 and 1 is needed")
     need("data.test_fraction", 0 < data.test_fraction < 1 - data.validation_fraction,
          "a number above 0 is needed that leaves something to train on")  # fmt: skip
-    need("optimizer.learning_rate", 0 < optimizer.learning_rate < float("inf"), "a positive number is needed")
+    need("optimizer.learning_rate", 0 < optimizer.learning_rate < inf, "a positive number is needed")
     for name in ("final_fraction", "warmup_fraction"):
         need(f"optimizer.{name}", 0 <= getattr(optimizer, name) <= 1, "a number from 0 to 1 is needed")
     for name in ("b1", "b2"):
         need(f"optimizer.{name}", 0 <= getattr(optimizer, name) < 1, "a number from 0 to below 1 is needed")
-    need("optimizer.eps", optimizer.eps > 0, "a positive number is needed")
-    need("optimizer.weight_decay", optimizer.weight_decay >= 0, "0 or more is needed")
+    need("optimizer.eps", 0 < optimizer.eps < inf, "a positive number is needed")
+    need("optimizer.weight_decay", 0 <= optimizer.weight_decay < inf, "a number of 0 or more is needed")
     need("optimizer.clip_norm", optimizer.clip_norm > 0, "a positive number is needed")
     for name in ("steps", "batch_size", "log_every", "checkpoint_every", "keep_checkpoints", "validation_windows"):
         need(f"training.{name}", getattr(training, name) >= 1, "1 or more is needed")
     need("training.validate_every", training.validate_every >= 0, "0 (never) or more is needed")
     need("training.seed", 0 <= training.seed < 2**32, "an integer from 0 to 2**32 - 1 is needed")
-    need("evaluation.lengths", bool(config.evaluation.lengths), "at least one length is needed")
-    need("evaluation.lengths", all(n >= 1 for n in config.evaluation.lengths), "lengths of 1 or more are needed")
-    need("evaluation.k", config.evaluation.k is None or config.evaluation.k >= 1, "1 or more is needed")
+    need("evaluation.lengths", bool(lengths), "at least one length is needed")
+    need("evaluation.lengths", all(1 <= n < 2**31 for n in lengths), "lengths from 1 to 2**31 - 1 are needed")
+    need("evaluation.k", k is None or k >= 1, "1 or more is needed")
     need("evaluation.max_windows", config.evaluation.max_windows >= 1, "1 or more is needed")
+    need("evaluation.lengths", len(set(lengths)) == len(lengths), "each length once is needed")
+    need("evaluation.k", k is None or k <= min(lengths), "the shortest of evaluation.lengths or less is needed")
     need("mesh.fsdp", config.mesh.fsdp >= 1, "1 or more is needed")
     need("mesh.data", config.mesh.data == -1 or config.mesh.data >= 1, "1 or more is needed, or -1 for what is left")
-    choose_backend(model.attention_backend)
-    adapt_lib.Adapt(model.dape.variant, model.dape.width, model.dape.per_head)  # checked even where it is not used
+    backends = ("auto", *BACKENDS)
+    need("model.attention_backend", model.attention_backend in backends,
+         f"is unknown{nearest(model.attention_backend, backends)}")  # fmt: skip
+    _adapt(model.dape)  # checked even where it is not used
     transformer(config, vocab_size=1, platform="cpu")  # raises for shapes and DAPE options that do not fit

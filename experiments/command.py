@@ -4,13 +4,16 @@ Exit status: 0 done; 2 the input is wrong (one line, nothing written); 1 trainin
 """
 
 import logging
+import re
+import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from dape_jax.errors import UserError, nearest
 
@@ -22,35 +25,41 @@ _DISTRIBUTED = flags.DEFINE_bool(
 )
 
 
-def define_config() -> None:
-    """Defines --config=FILE.py[:ARGUMENT] and its overrides --config.a.b=value."""
-    config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py:dape_kerple.")
-
-
-def run(main: Callable[[list[str]], None], usage: str, positional: bool = False) -> None:
+def run(main: Callable[[list[str]], None], usage: str, positional: bool = False, config: bool = False) -> None:
     """Parses the flags, calls ``main`` with the positional arguments, and turns errors into one line and a status.
 
     Args:
       main: the command.
       usage: how to call it, printed for a wrong flag.
       positional: whether it takes positional arguments.
+      config: whether it takes --config=FILE.py[:ARGUMENT] and overrides --config.field=value.
     """
     logger = logging.getLogger("dape_jax")
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler())
     logger.propagate = False
+    if "--help" in sys.argv or "-h" in sys.argv:
+        print(f"usage: {usage}\n{sys.modules['__main__'].__doc__}\n{FLAGS.main_module_help()}")
+        return
     try:
-        arguments = _parse(positional)
+        arguments = _parse(positional, config)
+        if _DISTRIBUTED.value:
+            _start_distributed()
     except (flags.Error, UserError) as e:
         sys.exit(_fail(f"{_one_line(e)}\nusage: {usage}", 2))
-    if _DISTRIBUTED.value:
-        jax.distributed.initialize()
     try:
         main(arguments)
     except UserError as e:
         sys.exit(_fail(_one_line(e), 2))
     except KeyboardInterrupt:
-        sys.exit(_fail("interrupted; start the same command again to go on from the latest checkpoint", 130))
+        sys.exit(_fail("interrupted; a training run goes on from its latest checkpoint when started again", 130))
+
+
+def config() -> ConfigDict:
+    """The configuration of --config with its overrides, which is required."""
+    if "config" not in FLAGS:
+        raise UserError("--config is missing; configs/quickstart.py:dape_kerple is one")
+    return FLAGS.config
 
 
 def stop(message: str) -> None:
@@ -78,30 +87,81 @@ def workdir(value: str | None) -> Path:
     return Path(value).expanduser()
 
 
-def _parse(positional: bool) -> list[str]:
-    _check_config_path()
+def _parse(positional: bool, config: bool) -> list[str]:
+    argv = FLAGS.read_flags_from_files(sys.argv, force_gnu=False)  # --flagfile
+    argv = _take_config(argv) if config else argv
     try:
-        arguments = FLAGS(sys.argv)[1:]
-    except (AttributeError, KeyError) as e:  # an override of a field that is not there
-        raise UserError(f"a --config override names no field of the configuration: {_unquoted(e)}") from e
+        arguments = FLAGS(argv)[1:]
+    except flags.IllegalFlagValueError as e:
+        found = re.match(r"flag --(\S+?)=(.*?): ", str(e))
+        if found and found[1].startswith("config."):
+            kind = _field_type(FLAGS["config"].value, found[1]).__name__
+            raise UserError(f"{found[1].removeprefix('config.')}={found[2]}: {kind} is needed") from e
+        raise
     except (TypeError, ValueError) as e:
-        raise UserError(f"a --config override has a value of the wrong type: {_unquoted(e)}") from e
+        raise UserError(f"a --config override has a value of the wrong type: {e}") from e
     if arguments and not positional:
         raise UserError(f"{arguments[0]!r} is no flag; flags start with --")
     return arguments
 
 
-def _check_config_path() -> None:
-    """Answers a configuration file that is not there with the nearest that is, before it is executed."""
-    for index, argument in enumerate(sys.argv[1:], start=1):
-        name, equals, value = argument.lstrip("-").partition("=")
-        if name == "config" and argument.startswith("-"):
-            value = value if equals else "".join(sys.argv[index + 1 : index + 2])
-            path = Path(value.partition(":")[0])
-            if not path.is_file():
-                known = [str(p) for p in sorted(path.parent.glob("*.py")) if p.stem != "__init__"]
-                hint = nearest(str(path), known) if known else f"; there is no folder {path.parent} with configurations"
-                raise UserError(f"--config={value} does not exist{hint}")
+def _take_config(argv: Sequence[str]) -> list[str]:
+    """Loads the file of --config, defines its fields as flags, and returns the other arguments."""
+    rest, file = [], None
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "-config"):
+            file = value if equals else next(arguments, "")
+        else:
+            rest.append(argument)
+    if file is None:
+        return rest
+    loaded = _load_config(file)
+    config_flags.DEFINE_config_dict("config", loaded, sys_argv=rest)
+    for argument in rest:
+        name = argument.lstrip("-").partition("=")[0]
+        if name.startswith("config."):
+            _field_type(loaded, name)
+    return rest
+
+
+def _load_config(value: str) -> ConfigDict:
+    name, colon, argument = value.partition(":")
+    path = Path(name)
+    if path.suffix != ".py" or not path.is_file():
+        folder = path.parent if any(path.parent.glob("*.py")) and path.parent != Path() else Path("configs")
+        known = [str(p) for p in sorted(folder.glob("*.py")) if p.stem != "__init__"]
+        raise UserError(f"--config={value} is no configuration file{nearest(name, known) if known else ''}")
+    try:
+        get_config = runpy.run_path(name).get("get_config")
+        if get_config is None:
+            raise UserError("there is no get_config in it")
+        return get_config(argument) if colon else get_config()
+    except UserError as e:
+        raise UserError(f"--config={value} is no configuration file: {e}") from e
+    except Exception as e:  # whatever the user's file raises
+        raise UserError(f"--config={value} cannot be loaded: {type(e).__name__}: {e}") from e
+
+
+def _field_type(config: ConfigDict, name: str) -> type:
+    """The type of the field ``config.a.b``; refuses a name that is not there."""
+    node: Any = config
+    parent, parts = config, name.split(".")[1:]
+    for part in parts:
+        if not isinstance(node, ConfigDict) or part not in node:
+            known = list(node.keys()) if isinstance(node, ConfigDict) else []
+            hint = nearest(part, known) if known else ""
+            raise UserError(f"{name.removeprefix('config.')} is no field of the configuration{hint}")
+        parent, node = node, node[part]
+    return parent.get_type(parts[-1])
+
+
+def _start_distributed() -> None:
+    try:
+        jax.distributed.initialize()
+    except (RuntimeError, ValueError) as e:
+        raise UserError(f"--distributed: {e}; leave it out on a single host") from e
 
 
 def _fail(message: str, status: int) -> int:
@@ -111,7 +171,3 @@ def _fail(message: str, status: int) -> int:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def _unquoted(error: Exception) -> str:
-    return str(error.args[0]) if error.args else str(error)

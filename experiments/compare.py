@@ -14,6 +14,7 @@ from experiments import command
 _OUTPUT = flags.DEFINE_string(
     "output", None, "Path without suffix of the JSON and PNG; default 'comparison' in the first run's parent folder."
 )
+_SPLIT = flags.DEFINE_string("split", "test", "Evaluations of which documents: test, validation or train.")
 _USAGE = "python -m experiments.compare DIR [DIR ...] [--output=PATH]"
 
 
@@ -22,16 +23,19 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"no runs to compare; usage: {_USAGE}")
     directories = [Path(argument).expanduser() for argument in arguments]
     names = [str(directory) for directory in directories]
-    reports = [report.latest_report(directory) for directory in directories]
+    if len(set(names)) < len(names):
+        raise UserError(f"one run is named twice: {' '.join(names)}")
+    reports = [report.latest_report(directory, _SPLIT.value) for directory in directories]
     report.check_comparable(reports, names)
     reports = report.with_labels(reports, names)
     output = Path(_OUTPUT.value).expanduser() if _OUTPUT.value else directories[0].absolute().parent / "comparison"
+    report.print_table(reports)
+    json_path, png_path = (output.with_name(output.name + suffix) for suffix in (".json", ".png"))
     try:
-        report.write_json({"reports": reports}, output.with_suffix(".json"))
-        plots.perplexity_by_length(reports, output.with_suffix(".png"))
+        report.write_json({"reports": reports}, json_path)
+        plots.perplexity_by_length(reports, png_path)
     except OSError as e:
         raise UserError(f"--output={output}: cannot be written: {e.strerror or e}") from e
-    report.print_table(reports)
     print(f"{output.with_suffix('.json')}\n{output.with_suffix('.png')}")
 
 

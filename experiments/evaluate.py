@@ -3,15 +3,18 @@
 python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] [--k=K] [--step=N] [--split=test]
 """
 
+import dataclasses
+
 import jax
 from absl import flags
 
+from dape_jax import config as config_lib
 from dape_jax.data.cache import SPLITS
 from dape_jax.errors import UserError, nearest
 from dape_jax.evaluation import extrapolation, report
 from dape_jax.sharding import tree_sharding
 from dape_jax.training.checkpoint import Checkpoints, require_step
-from dape_jax.training.run import load_config, make_run, recorded_text_hash
+from dape_jax.training.run import load_config, make_run, read_record
 from dape_jax.training.step import init_params
 from experiments import command
 
@@ -21,6 +24,8 @@ _K = flags.DEFINE_integer("k", None, "Scored tokens of a window; default evaluat
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint; default the latest.")
 _MAX_WINDOWS = flags.DEFINE_integer("max_windows", None, "Windows at each length; default evaluation.max_windows.")
 _SPLIT = flags.DEFINE_string("split", "test", "Documents to score: test, validation or train.")
+_FSDP = flags.DEFINE_integer("fsdp", None, "Devices that the parameters are split over; default mesh.fsdp of the run.")
+_DATA_PATH = flags.DEFINE_string("data_path", None, "Where the run's text lies now; default data.path of the run.")
 _USAGE = "python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] [--k=K] [--step=N] [--split=test]"
 
 
@@ -36,8 +41,15 @@ def main(_: list[str]) -> None:
         raise UserError(f"--split={_SPLIT.value} is unknown{nearest(_SPLIT.value, SPLITS)}")
     checkpoints = Checkpoints(directory / "checkpoints")
     step = require_step(checkpoints, directory, _STEP.value)
+    fsdp = config.mesh.fsdp if _FSDP.value is None else _FSDP.value
+    if fsdp < 1 or jax.device_count() % fsdp:
+        raise UserError(f"mesh.fsdp={fsdp} does not divide the {jax.device_count()} devices here; give --fsdp=1")
+    config = dataclasses.replace(config, mesh=config_lib.MeshSection(data=-1, fsdp=fsdp))
+    if _DATA_PATH.value is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=_DATA_PATH.value))
     run = make_run(config)
-    if run.tokens.manifest["tokens_sha256"] != recorded_text_hash(directory):
+    record = read_record(directory)
+    if run.tokens.manifest["tokens_sha256"] != record["tokens_sha256"]:
         raise UserError(f"{run.tokens.manifest['source']['name']} has changed since {directory} was trained on it")
     plan = extrapolation.plan_windows(run.tokens, _SPLIT.value, lengths[-1], k, max_windows)
     shapes = jax.eval_shape(lambda: init_params(run.model, jax.random.key(0)))
@@ -45,10 +57,10 @@ def main(_: list[str]) -> None:
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     params = checkpoints.restore_params(step, abstract)
     scores = extrapolation.score(run, params, plan, lengths, k, show_progress=jax.process_index() == 0)
-    result = report.make_report(run, plan, scores, k, _SPLIT.value, step)
+    result = report.make_report(run, plan, scores, k, _SPLIT.value, step, train_dtype=record["dtype"])
     if jax.process_index() == 0:
-        path = report.write_report(result, directory / "evaluation")
         report.print_table([result])
+        path = report.write_report(result, directory / "evaluation")
         print(f"{path}\n{path.with_suffix('.png')}")
 
 

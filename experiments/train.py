@@ -6,21 +6,19 @@ python -m experiments.train --config=configs/quickstart.py:dape_kerple --workdir
 from absl import flags
 
 from dape_jax import config as config_lib
-from dape_jax.errors import UserError
 from dape_jax.training.loop import NonFiniteLoss, train
-from dape_jax.training.run import make_run
+from dape_jax.training.run import make_run, refuse_foreign
 from experiments import command
 
-command.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: configuration, metrics, checkpoints, reports.")
 _USAGE = "python -m experiments.train --config=configs/X.py[:POSITION] --workdir=DIR [--config.field=value ...]"
 
 
 def main(_: list[str]) -> None:
     directory = command.workdir(_WORKDIR.value)
-    if command.FLAGS.config is None:
-        raise UserError("--config is missing; configs/quickstart.py:dape_kerple is one")
-    run = make_run(config_lib.from_mapping(command.FLAGS.config))
+    config = config_lib.from_mapping(command.config())
+    refuse_foreign(directory)
+    run = make_run(config)
     manifest = run.tokens.manifest
     split = manifest["splits"]["train"]
     print(
@@ -35,4 +33,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, _USAGE)
+    command.run(main, _USAGE, config=True)

@@ -39,7 +39,7 @@ def formula(adapt, params, s, b):
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "bias_only"])
 def test_every_variant_equals_its_formula(variant, per_head, has_bias):
     adapt = Adapt(variant, width=6, per_head=per_head)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -87,7 +87,29 @@ def test_initial_range_is_the_official_default():
     assert 0.13 < float(jnp.abs(params["w2"]).max()) <= 50**-0.5
 
 
-@pytest.mark.parametrize(("field", "kwargs"), [("variant", {"variant": "concatresidual"}), ("width", {"width": 0})])
+@pytest.mark.parametrize(
+    ("field", "kwargs"),
+    [("variant", {"variant": "concatresidual"}), ("width", {"width": 0}), ("kernel_width", {"kernel_width": 2})],
+)
 def test_bad_values_are_refused(field, kwargs):
     with pytest.raises(UserError, match=field):
         Adapt(**kwargs)
+
+
+def test_bias_only_by_hand_and_refused_without_a_bias():
+    adapt = Adapt("bias_only", width=4)
+    params = adapt.init(jax.random.key(0), H)
+    s, b = jax.random.normal(jax.random.key(1), (H, B, TQ, TK)), jax.random.normal(jax.random.key(2), (H, TQ, TK))
+    hidden = jnp.einsum("hqk,hd->dqk", b, params["w1"][0]) + params["b1"][:, None, None]
+    f = jnp.einsum("dqk,dh->hqk", jnp.where(hidden >= 0, hidden, 0.01 * hidden), params["w2"][0])
+    want = s + (b + f + params["b2"][:, None, None])[:, None]
+    assert relative_error(adapt_logits(adapt, params, s, bias_terms(adapt, params, b)), want) < 1e-6
+    with pytest.raises(UserError, match="bias_only' needs a position bias"):
+        adapt.init(jax.random.key(0), H, has_bias=False)
+
+
+def test_convolution_needs_its_neighbours():
+    adapt = Adapt(kernel_width=3)
+    params = adapt.init(jax.random.key(0), H, has_bias=False)
+    with pytest.raises(UserError, match="kernel_width=3: the mask must be given"):
+        adapt_logits(adapt, params, jnp.zeros((H, B, TQ, TK)), bias_terms(adapt, params, None))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dape_jax import biases
-from dape_jax.biases import BIASES, FIRE, ALiBi, KerpleLog, T5Bias, bias_table, bias_values
+from dape_jax.biases import BIASES, FIRE, ALiBi, KerpleLog, KerplePower, T5Bias, bias_table, bias_values
 from dape_jax.errors import UserError
 from tests.conftest import relative_error
 
@@ -123,3 +123,15 @@ def test_initial_ranges():
 def test_fire_refuses_an_unknown_activation():
     with pytest.raises(UserError, match="activation='gelu'"):
         FIRE(activation="gelu")
+
+
+def test_kerple_power_by_hand():
+    params = {"p": jnp.asarray([0.5, 2.0, 1.0]), "a": jnp.asarray([1.0, 0.5, 3.0])}  # the last a is read as 2
+    got = bias_values(KerplePower(), params, 3, jnp.asarray([9]), jnp.asarray([9, 8, 0]))[:, 0]
+    assert np.allclose(got, [[0, -0.5, -4.5], [0, -2, -6], [0, -1, -81]], rtol=1e-6)
+    positions = jnp.arange(5)
+    grads = jax.grad(lambda p: bias_values(KerplePower(), p, 3, positions, positions).sum())(params)
+    # d/dp = -sum d^a, d/da = -p sum d^a log d, over the 2 (5 - d) pairs at distance d
+    d = np.arange(1, 5)
+    assert np.isclose(grads["p"][0], -(2 * (5 - d) * d).sum(), rtol=1e-5)
+    assert np.isclose(grads["a"][1], -2 * (2 * (5 - d) * d**0.5 * np.log(d)).sum(), rtol=1e-5)

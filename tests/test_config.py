@@ -78,7 +78,7 @@ BAD = [
     ("model.num_heads", 0, "num_heads=0: 1 or more"),
     ("model.width", 8, "odd; RoPE needs an even number"),
     ("model.dtype", "float16", "model.dtype='float16'"),
-    ("model.attention_backend", "pallas", "backend='pallas' is unknown"),
+    ("model.attention_backend", "pallas", "model.attention_backend='pallas': is unknown"),
     ("training.steps", 1.5, "training.steps=1.5 is a float; int is needed"),
     ("training.steps", True, "training.steps=True is a bool; int is needed"),
     ("training.steps", 0, "training.steps=0: 1 or more"),

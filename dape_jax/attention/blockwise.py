@@ -44,37 +44,53 @@ def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes) -> jax.Array:
 class _Tiles(NamedTuple):
     """The arguments cut into tiles; n = query tiles, m = key tiles, r = row groups, b = rows of a group.
 
-    q [n, r, H, b, bq, d]; k, v [m, r, N, b, bk, d]; q_positions [n, 1, bq]; k_positions [m, 1, bk];
-    q_segments [n, r, b, bq]; k_segments, k_valid [m, r, b, bk].
+    The keys of a tile come with the halo of a convolving network (DAPE V2), h on each side: ek = bk + 2h, h = 0 else.
+
+    q [n, r, H, b, bq, d]; q_positions [n, 1, bq]; q_segments [n, r, b, bq]; key_range: first and one past the last key
+    tile that a query tile needs, int32 [n] each.
+    k [m, r, N, b, ek, d]; v [m, r, N, b, bk, d]; k_positions [m, 1, ek]; k_segments, k_valid [m, r, b, ek];
+    is_key [m, 1, bk + h].
     """
 
     q: jax.Array
+    q_positions: jax.Array
+    q_segments: jax.Array | None
+    key_range: tuple[jax.Array, jax.Array]
     k: jax.Array
     v: jax.Array
-    q_positions: jax.Array
     k_positions: jax.Array
-    q_segments: jax.Array | None
     k_segments: jax.Array | None
     k_valid: jax.Array | None
+    is_key: jax.Array
+
+    def query_side(self) -> Any:
+        return self.q, self.q_positions, self.q_segments, *self.key_range
+
+    def key_side(self) -> Any:
+        return self.k, self.v, self.k_positions, self.k_segments, self.k_valid, self.is_key
 
 
-def _cut(x: Any, time_axis: int, block: int, rows: int | None) -> Any:
+def _cut(x: Any, time_axis: int, block: int, rows: int | None, halo: int = 0) -> Any:
     """Pads the time axis with zeros to whole blocks and moves block and row-group axes to the front.
 
-    The row axis is the one before the time axis; ``rows`` None keeps it whole, without a row-group axis. None stays.
+    The row axis is the one before the time axis; ``rows`` None keeps it whole, without a row-group axis. With ``halo``
+    the tiles overlap: each has so many entries more on both sides, zeros beyond the ends. None stays.
     """
     if x is None:
         return None
     count = -(-x.shape[time_axis] // block)
     padding = [(0, 0)] * x.ndim
-    padding[time_axis] = (0, count * block - x.shape[time_axis])
+    padding[time_axis] = (halo, count * block - x.shape[time_axis] + halo)
     x = jnp.pad(x, padding)
-    shape = x.shape
-    row_axis = time_axis - 1
+    if halo:
+        index = jnp.arange(count)[:, None] * block + jnp.arange(block + 2 * halo)[None, :]
+        x = jnp.take(x, index, axis=time_axis)
+    else:
+        x = x.reshape(*x.shape[:time_axis], count, block, *x.shape[time_axis + 1 :])
     if rows is None:
-        x = x.reshape(*shape[:time_axis], count, block, *shape[time_axis + 1 :])
         return jnp.moveaxis(x, time_axis, 0)
-    x = x.reshape(*shape[:row_axis], shape[row_axis] // rows, rows, count, block, *shape[time_axis + 1 :])
+    row_axis = time_axis - 1
+    x = x.reshape(*x.shape[:row_axis], x.shape[row_axis] // rows, rows, *x.shape[time_axis:])
     return jnp.moveaxis(x, (row_axis + 2, row_axis), (0, 1))
 
 
@@ -85,33 +101,45 @@ def _join(tiles: jax.Array, length: int) -> jax.Array:
     return x[:, :, :length]
 
 
-def _tiles(arrays: Arrays, blocks: BlockSizes) -> _Tiles:
+def _cut_keys(spec: Spec, blocks: BlockSizes, k: jax.Array) -> jax.Array:
+    return _cut(k, 2, blocks.k, blocks.rows, _halo(spec))
+
+
+def _halo(spec: Spec) -> int:
+    return 0 if spec.adapt is None else spec.adapt.halo
+
+
+def _tiles(spec: Spec, arrays: Arrays, blocks: BlockSizes) -> _Tiles:
+    halo = _halo(spec)
     k_valid = arrays.k_valid
     k_length = arrays.k.shape[2]
-    if k_valid is None and k_length % blocks.k:
+    if k_valid is None and (k_length % blocks.k or halo):
         k_valid = jnp.ones((arrays.k.shape[1], k_length), bool)
+    q_positions = _cut(arrays.q_positions, 1, blocks.q, None)
     return _Tiles(
         q=_cut(arrays.q, 2, blocks.q, blocks.rows),
-        k=_cut(arrays.k, 2, blocks.k, blocks.rows),
-        v=_cut(arrays.v, 2, blocks.k, blocks.rows),
-        q_positions=_cut(arrays.q_positions, 1, blocks.q, None),
-        k_positions=_cut(arrays.k_positions, 1, blocks.k, None),
+        q_positions=q_positions,
         q_segments=_cut(arrays.q_segments, 1, blocks.q, blocks.rows),
-        k_segments=_cut(arrays.k_segments, 1, blocks.k, blocks.rows),
-        k_valid=_cut(k_valid, 1, blocks.k, blocks.rows),
+        key_range=_key_range(spec, q_positions, _cut(arrays.k_positions, 1, blocks.k, None)),
+        k=_cut_keys(spec, blocks, arrays.k),
+        v=_cut(arrays.v, 2, blocks.k, blocks.rows),
+        k_positions=_cut(arrays.k_positions, 1, blocks.k, None, halo),
+        k_segments=_cut(arrays.k_segments, 1, blocks.k, blocks.rows, halo),
+        k_valid=_cut(k_valid, 1, blocks.k, blocks.rows, halo),
+        is_key=_cut(jnp.ones((1, k_length), bool), 1, blocks.k, None, halo // 2),
     )
 
 
-def _key_range(spec: Spec, tiles: _Tiles) -> tuple[jax.Array, jax.Array]:
+def _key_range(spec: Spec, q_positions: jax.Array, k_positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First and one past the last key tile that each query tile needs, int32 [n] each, from the positions in them.
 
     Segments and padding restrict further, by the mask alone. Padded positions are zero, so they only widen a range.
     """
-    n, m = tiles.q.shape[0], tiles.k.shape[0]
+    n, m = q_positions.shape[0], k_positions.shape[0]
     if not spec.causal:
         return jnp.zeros(n, jnp.int32), jnp.full(n, m, jnp.int32)
-    latest_query = tiles.q_positions.max(axis=(1, 2))
-    earliest_key = tiles.k_positions.min(axis=(1, 2))
+    latest_query = q_positions.max(axis=(1, 2))
+    earliest_key = k_positions.min(axis=(1, 2))
     needed = earliest_key[None, :] <= latest_query[:, None]
     index = jnp.broadcast_to(jnp.arange(m, dtype=jnp.int32)[None], (n, m))
     return (
@@ -135,9 +163,25 @@ def _bias_terms(
 
 
 def _tile_logits(
-    spec: Spec, q: jax.Array, k: jax.Array, adapt_params: adapt_lib.Params, terms: adapt_lib.BiasTerms
+    spec: Spec,
+    neighbours: adapt_lib.Neighbours | None,
+    q: jax.Array,
+    k: jax.Array,
+    adapt_params: adapt_lib.Params,
+    terms: adapt_lib.BiasTerms,
 ) -> jax.Array:
-    return adapt_lib.adapt_logits(spec.adapt, adapt_params, args_lib.raw_logits(spec, q, k), terms)
+    return adapt_lib.adapt_logits(spec.adapt, adapt_params, args_lib.raw_logits(spec, q, k), terms, neighbours)
+
+
+def _masks(
+    spec: Spec, mask: jax.Array | None, is_key: jax.Array
+) -> tuple[jax.Array | None, adapt_lib.Neighbours | None]:
+    """The mask of a tile's own keys, and what a convolving network needs of the keys around them."""
+    halo = _halo(spec)
+    if not halo:
+        return mask, None
+    assert mask is not None
+    return mask[..., halo:-halo], adapt_lib.Neighbours(mask, is_key[0])
 
 
 def _over_rows(body: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -167,23 +211,23 @@ def _network(adapt_params: adapt_lib.Params, dtype: jnp.dtype) -> dict[str, jax.
 
 def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Output [H, B, Tq, d] and log-sum-exp tiles [n, r, H, b, bq] (+inf in rows that may attend to nothing)."""
-    tiles = _tiles(arrays, blocks)
+    tiles = _tiles(spec, arrays, blocks)
     dtype = args_lib.compute_dtype(arrays.q)
     adapt_params = _network(arrays.adapt_params, dtype)
     lowest = jnp.finfo(dtype).min
-    key_side = (tiles.k, tiles.v, tiles.k_positions, tiles.k_segments, tiles.k_valid)
 
     def query_tile(x: Any) -> tuple[jax.Array, jax.Array]:
         q, q_positions, q_segments, first, last = x
 
         def key_tile(j: jax.Array, state: Any) -> Any:
-            k, v, k_positions, k_segments, k_valid = _at(key_side, j)
+            k, v, k_positions, k_segments, k_valid, is_key = _at(tiles.key_side(), j)
             terms = _bias_terms(spec, arrays.bias_params, adapt_params, q_positions, k_positions, dtype)
 
             def rows(_: None, x: Any) -> tuple[None, Any]:
                 (q, k, v, q_segments, k_segments, k_valid), (out, top, total) = x
-                a = _tile_logits(spec, q, k, adapt_params, terms)
                 mask = args_lib.allowed(spec.causal, q_positions, k_positions, q_segments, k_segments, k_valid)
+                mask, neighbours = _masks(spec, mask, is_key)
+                a = _tile_logits(spec, neighbours, q, k, adapt_params, terms)
                 if mask is not None:
                     mask = jnp.broadcast_to(mask[None], a.shape)
                     a = jnp.where(mask, a, lowest)
@@ -205,8 +249,7 @@ def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array,
         total = jnp.where(empty, 1.0, total)
         return (out / total[..., None]).astype(q.dtype), jnp.where(empty, jnp.inf, top + jnp.log(total))
 
-    xs = (tiles.q, tiles.q_positions, tiles.q_segments, *_key_range(spec, tiles))
-    out, lse = _map(query_tile, xs)
+    out, lse = _map(query_tile, tiles.query_side())
     return _join(out, arrays.q.shape[2]), lse
 
 
@@ -228,10 +271,9 @@ def _attend_fwd(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Arr
 
 def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) -> tuple[Arrays]:
     arrays, out, lse = saved
-    tiles = _tiles(arrays, blocks)
+    tiles = _tiles(spec, arrays, blocks)
     dtype = args_lib.compute_dtype(arrays.q)
     adapt_params = _network(arrays.adapt_params, dtype)
-    key_side = (tiles.k, tiles.v, tiles.k_positions, tiles.k_segments, tiles.k_valid)
     bias_params = dict(arrays.bias_params)
     d_out = d_out.astype(dtype)
     delta = (d_out * out.astype(dtype)).sum(axis=-1, keepdims=True)
@@ -242,15 +284,16 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
 
         def key_tile(j: jax.Array, carry: Any) -> Any:
             d_q, d_k, d_v, d_bias_params, d_adapt_params = carry
-            k, v, k_positions, k_segments, k_valid = _at(key_side, j)
+            k, v, k_positions, k_segments, k_valid, is_key = _at(tiles.key_side(), j)
             terms, terms_vjp = jax.vjp(
                 lambda b, a: _bias_terms(spec, b, a, q_positions, k_positions, dtype), bias_params, adapt_params
             )
 
             def rows(carry: Any, x: Any) -> tuple[Any, Any]:
                 q, k, v, q_segments, k_segments, k_valid, d_out, delta, lse = x
-                a, logits_vjp = jax.vjp(functools.partial(_tile_logits, spec), q, k, adapt_params, terms)
                 mask = args_lib.allowed(spec.causal, q_positions, k_positions, q_segments, k_segments, k_valid)
+                mask, neighbours = _masks(spec, mask, is_key)
+                a, logits_vjp = jax.vjp(functools.partial(_tile_logits, spec, neighbours), q, k, adapt_params, terms)
                 p = jnp.exp(a - lse[..., None])
                 if mask is not None:
                     # Entries that are not allowed may overflow the exponential; they are replaced, not scaled.
@@ -276,7 +319,7 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
         d_q, *carry = jax.lax.fori_loop(first, last, key_tile, (jnp.zeros(q.shape, dtype), *carry))
         return tuple(carry), d_q
 
-    xs = (tiles.q, tiles.q_positions, tiles.q_segments, *_key_range(spec, tiles), d_out, delta, lse)
+    xs = (*tiles.query_side(), d_out, delta, lse)
     carry = (
         jnp.zeros(tiles.k.shape, dtype),
         jnp.zeros(tiles.v.shape, dtype),
@@ -284,11 +327,13 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
         jax.tree.map(jnp.zeros_like, adapt_params),
     )
     (d_k, d_v, d_bias_params, d_adapt_params), d_q = _over_rows(query_tile, carry, xs)
+    # Overlapping tiles add up where they overlap: the transpose of cutting.
+    (d_k,) = jax.linear_transpose(functools.partial(_cut_keys, spec, blocks), arrays.k.astype(dtype))(d_k)
     q_length, k_length = arrays.q.shape[2], arrays.k.shape[2]
     gradients: dict[str, Any] = dict.fromkeys(Arrays._fields)  # None for what is not differentiable
     gradients |= {
         "q": _join(d_q, q_length).astype(arrays.q.dtype),
-        "k": _join(d_k, k_length).astype(arrays.k.dtype),
+        "k": d_k.astype(arrays.k.dtype),
         "v": _join(d_v, k_length).astype(arrays.v.dtype),
         "bias_params": jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias_params, bias_params),
         "adapt_params": {

@@ -14,18 +14,30 @@ def logits(spec: Spec, arrays: Arrays) -> jax.Array:
     dtype = args_lib.compute_dtype(arrays.q)
     s = args_lib.raw_logits(spec, arrays.q, arrays.k)
     params = {name: x.astype(dtype) for name, x in arrays.adapt_params.items()}
+    halo = 0 if spec.adapt is None else spec.adapt.halo
+    mask = args_lib.allowed(spec.causal, *arrays[5:])
+    mask = jnp.ones((1, *s.shape[2:]), bool) if mask is None else mask
 
-    def rows(s: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
-        """[H, b, Tq, Tk] for batch rows that share their positions [Tq] and [Tk]."""
+    def rows(s: jax.Array, q_positions: jax.Array, k_positions: jax.Array, mask: jax.Array) -> jax.Array:
+        """[H, b, Tq, Tk] for batch rows that share their positions [Tq] and [Tk]; mask [1 or b, Tq, Tk]."""
         bias = None
         if spec.bias is not None:
             bias = biases.bias_values(spec.bias, arrays.bias_params, spec.num_heads, q_positions, k_positions, dtype)
-        return adapt_lib.adapt_logits(spec.adapt, params, s, adapt_lib.bias_terms(spec.adapt, params, bias))
+            bias = _pad_keys(bias, halo)
+        terms = adapt_lib.bias_terms(spec.adapt, params, bias)
+        is_key = _pad_keys(jnp.ones(s.shape[-1], bool), halo // 2)
+        neighbours = adapt_lib.Neighbours(_pad_keys(mask, halo), is_key)
+        return adapt_lib.adapt_logits(spec.adapt, params, _pad_keys(s, halo), terms, neighbours)
 
     if arrays.q_positions.shape[0] == 1:
-        return rows(s, arrays.q_positions[0], arrays.k_positions[0])
-    per_row = jax.vmap(rows, in_axes=(1, 0, 0), out_axes=1)
-    return per_row(s[:, :, None], arrays.q_positions, arrays.k_positions)[:, :, 0]
+        return rows(s, arrays.q_positions[0], arrays.k_positions[0], mask)
+    mask = jnp.broadcast_to(mask, s.shape[1:])
+    per_row = jax.vmap(rows, in_axes=(1, 0, 0, 0), out_axes=1)
+    return per_row(s[:, :, None], arrays.q_positions, arrays.k_positions, mask[:, None])[:, :, 0]
+
+
+def _pad_keys(x: jax.Array, width: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(width, width)])
 
 
 def attend(spec: Spec, arrays: Arrays) -> jax.Array:

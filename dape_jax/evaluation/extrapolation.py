@@ -33,13 +33,13 @@ class WindowPlan(NamedTuple):
       names: documents in use.
       document: int [windows], index into ``names``.
       end: int64 [windows], position in the token array of each window's last target.
-      left_out: number of documents too short for the longest length.
+      too_short: number of documents too short for the longest length.
     """
 
     names: list[str]
     document: np.ndarray
     end: np.ndarray
-    left_out: int
+    too_short: int
 
 
 class LengthScores(NamedTuple):
@@ -55,8 +55,8 @@ def check_lengths(lengths: list[int], k: int | None) -> tuple[list[int], int]:
     if not lengths:
         raise UserError("lengths: at least one is needed")
     for length in lengths:
-        if length < 1:
-            raise UserError(f"lengths: {length} is no length; 1 or more is needed")
+        if not 1 <= length < 2**31:
+            raise UserError(f"lengths: {length} is no length; 1 to 2**31 - 1 is needed")
     if len(set(lengths)) != len(lengths):
         raise UserError(f"lengths: {sorted(lengths)} names one twice")
     k = min(256, *lengths) if k is None else k

@@ -1,5 +1,6 @@
 """Plots of evaluation reports."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ def perplexity_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for report in reports:
         points = [r for r in report["results"] if r["perplexity"] is not None]
-        errors = [r["perplexity_standard_error"] or 0.0 for r in points]
+        errors = [r["perplexity_standard_error"] for r in points]
+        errors = [e if e is not None and math.isfinite(e) else 0.0 for e in errors]
         axes.errorbar(
             [r["length"] for r in points],
             [r["perplexity"] for r in points],

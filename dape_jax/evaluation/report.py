@@ -1,7 +1,10 @@
 """Evaluation reports: what was measured, in JSON, and the table and plot made from it."""
 
+import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,15 @@ FORMAT = 1
 
 
 def make_report(
-    run: Run, plan: WindowPlan, scores: dict[int, LengthScores], k: int, split: str, step: int
+    run: Run,
+    plan: WindowPlan,
+    scores: dict[int, LengthScores],
+    k: int,
+    split: str,
+    step: int,
+    train_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """The report of one run as a JSON-able dictionary."""
+    """The report of one run as a JSON-able dictionary. ``train_dtype`` is that of the activations in training."""
     config = run.config
     documents = [
         {
@@ -66,10 +75,13 @@ def make_report(
         "lengths": list(scores),
         "windows": len(plan.end),
         "documents_used": len(plan.names),
-        "documents_left_out": plan.left_out,
+        "documents_too_short": plan.too_short,
+        "documents_in_split": len(run.tokens.split_documents(split)[0]),
+        "targets_sha256": hashlib.sha256(json.dumps([plan.end.tolist(), k]).encode()).hexdigest(),
         "text": {"source": source["name"], "split": split, "tokens_sha256": run.tokens.manifest["tokens_sha256"]},
         "tokenizer": run.tokens.manifest["tokenizer"]["name"],
         "dtype": run.model.dtype,
+        "train_dtype": train_dtype or run.model.dtype,
         "backend": choose_backend(run.model.backend),
         "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
         "versions": {"dape_jax": dape_jax.__version__, "jax": jax.__version__},
@@ -80,7 +92,8 @@ def make_report(
 
 def write_report(report: dict[str, Any], directory: Path) -> Path:
     """Writes the report and its plot below ``directory``; returns the JSON's path."""
-    path = directory / f"{report['protocol']}_step{report['step']}.json"
+    name = f"{report['protocol']}_{report['text']['split']}_step{report['step']}_k{report['k']}"
+    path = directory / f"{name}_{min(report['lengths'])}to{max(report['lengths'])}.json"
     write_json(report, path)
     plots.perplexity_by_length([report], path.with_suffix(".png"))
     return path
@@ -102,13 +115,16 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def latest_report(workdir: Path) -> dict[str, Any]:
-    """The report of the latest evaluated step of the run in ``workdir``."""
-    directory = workdir / "evaluation"
-    steps = {int(path.stem.rpartition("step")[2]): path for path in directory.glob("last_k_step*.json")}
-    if not steps:
-        raise UserError(f"{workdir} holds no evaluation; run experiments.evaluate --workdir={workdir} first")
-    path = steps[max(steps)]
+def latest_report(workdir: Path, split: str = "test") -> dict[str, Any]:
+    """The report of the latest step evaluated on ``split`` in ``workdir``; the newest file if there are several."""
+    found = []
+    for path in (workdir / "evaluation").glob("*.json"):
+        name = re.fullmatch(rf"last_k_{split}_step(\d+)_k\d+_\d+to\d+", path.stem)
+        if name:
+            found.append((int(name[1]), path.stat().st_mtime_ns, path))
+    if not found:
+        raise UserError(f"{workdir} holds no evaluation of the {split} split; run experiments.evaluate first")
+    path = max(found)[2]
     try:
         report = json.loads(path.read_text())
         found = report["format"]
@@ -116,16 +132,23 @@ def latest_report(workdir: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged: {e!r}") from e
     if found != FORMAT:
         raise UserError(f"{path} has format {found}; this version reads {FORMAT}")
+    missing = [name for name in (*_SAME, "results", "method", "train_length", "lengths", "step") if name not in report]
+    if missing:
+        raise UserError(f"{path} is damaged: there is no {missing[0]} in it")
     return report
+
+
+_SAME = ("protocol", "k", "text", "tokenizer", "windows", "documents_used", "targets_sha256")
 
 
 def check_comparable(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Refuses to put numbers side by side that were not measured on the same tokens in the same way."""
-    for what in ("protocol", "k", "text", "tokenizer", "windows", "documents_used"):
+    for what in _SAME:
         for report, name in zip(reports, names, strict=True):
             if report[what] != reports[0][what]:
                 raise UserError(
-                    f"{name} and {names[0]} cannot be compared: {what} is {report[what]} and {reports[0][what]}"
+                    f"{name} and {names[0]} cannot be compared: {what} is {report[what]} and {reports[0][what]}; "
+                    "evaluate them with the same lengths, k, split and number of windows"
                 )
 
 
@@ -137,28 +160,41 @@ def with_labels(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> list
 
 
 def print_table(reports: Sequence[dict[str, Any]]) -> None:
-    """Perplexity by length and method, with standard errors over documents."""
-    first = reports[0]
+    """Perplexity by length and method, with standard errors over documents.
+
+    A line a method where that fits the terminal, else a line a length.
+    """
     lengths = sorted({n for report in reports for n in report["lengths"]})
-    table = Table(
-        title=f"Perplexity of the last {first['k']} tokens by context length",
-        caption=f"{first['text']['source']}, {first['text']['split']} split: {first['windows']} windows of "
-        f"{first['documents_used']} documents, the same targets at every length; ± standard error over documents",
+    cells = {(i, r["length"]): _cell(r) for i, report in enumerate(reports) for r in report["results"]}
+    labels = [report.get("label", report["method"]) for report in reports]
+    first = reports[0]
+    title = f"Perplexity of the last {first['k']} tokens by context length (± standard error over documents)"
+    wide = Table(title=title)
+    for name in ("method", "trained at", "step", *map(str, lengths)):
+        wide.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for i, report in enumerate(reports):
+        row = [cells.get((i, n), "") for n in lengths]
+        wide.add_row(labels[i], str(report["train_length"]), str(report["step"]), *row)
+    tall = Table(title=title)
+    for name in ("length", *labels):
+        tall.add_column(name, justify="right")
+    for n in lengths:
+        tall.add_row(str(n), *(cells.get((i, n), "") for i in range(len(reports))))
+    console = Console()
+    if not console.is_terminal:  # a file or pipe has no width
+        console = Console(width=max(80, console.measure(wide).maximum))
+    fits = console.measure(wide).maximum <= console.width
+    console.print(wide if fits else tall)
+    console.print(
+        f"{first['text']['source']}, {first['text']['split']} split: {first['windows']} windows of "
+        f"{first['documents_used']} documents, the same targets at every length; {first['documents_too_short']} of "
+        f"{first['documents_in_split']} documents are shorter than the longest length and left out.",
+        highlight=False,
     )
-    table.add_column("method")
-    table.add_column("trained at", justify="right")
-    for length in lengths:
-        table.add_column(str(length), justify="right", no_wrap=True)
-    for report in reports:
-        cells = {r["length"]: _cell(r) for r in report["results"]}
-        label = report.get("label", report["method"])
-        table.add_row(label, str(report["train_length"]), *(cells.get(length, "") for length in lengths))
-    # Wide enough for every column where the output is no terminal.
-    Console(width=None if Console().is_terminal else max(100, 30 + 16 * len(lengths))).print(table)
 
 
 def _cell(result: dict[str, Any]) -> str:
     value, error = result["perplexity"], result["perplexity_standard_error"]
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "inf"
-    return f"{value:.2f}" if error is None else f"{value:.2f} ± {error:.2f}"
+    return f"{value:.2f}" if error is None or not math.isfinite(error) else f"{value:.2f} ± {error:.2f}"

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dape_jax.errors import UserError
+
 
 class MetricsFile:
     """``metrics.jsonl``: a line for every update, ``step`` counting completed ones, and lines for validations."""
@@ -28,13 +30,17 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last line that a kill has cut short is left out."""
-    if not path.exists():
-        return []
+    """All whole lines; a last line that a kill has cut short is left out, any other broken one refused."""
+    try:
+        text = path.read_text() if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} cannot be read: {e}") from e
+    whole, _, _ = text.rpartition("\n")
     lines = []
-    for line in path.read_text().splitlines():
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
             lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            lines[-1]["step"] = int(lines[-1]["step"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{path} is damaged in line {number}; repair or delete it to go on") from e
     return lines

@@ -49,11 +49,11 @@ def decay_mask(params: Any) -> Any:
 
 
 def project(bias: biases.Bias | None, params: Any) -> Any:
-    """Moves the position bias's parameters up to their lower bounds, after an update (Kerple: p, a >= 0.01)."""
-    bounds: Mapping[str, float] = {} if bias is None else bias.lower_bounds
+    """Moves the position bias's parameters into their bounds, after an update (Kerple: p, a >= 0.01)."""
+    bounds: Mapping[str, tuple[float, float]] = {} if bias is None else bias.bounds
 
     def bounded(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         parent, _, name = path_string(path).rpartition("/")
-        return jnp.maximum(x, bounds[name]) if parent.endswith("attention/bias") and name in bounds else x
+        return jnp.clip(x, *bounds[name]) if parent.endswith("attention/bias") and name in bounds else x
 
     return jax.tree.map_with_path(bounded, params) if bounds else params

@@ -17,10 +17,13 @@ from dape_jax.errors import UserError
 from dape_jax.nn.transformer import TransformerConfig
 
 FREE = ("training.log_every", "training.checkpoint_every", "training.keep_checkpoints", "training.validate_every",
-        "training.validation_windows", "evaluation", "mesh", "data.cache_dir", "data.path",
-        "model.attention_backend")  # fmt: skip
+        "training.validation_windows", "evaluation", "mesh", "data.cache_dir", "data.path")  # fmt: skip
 """Fields that a resumed run may change: they do not change what is computed, only where, how often and how fast.
 ``data.path`` may move because the text itself is compared, by the hash of its tokens."""
+
+
+CONFIG_FILE = "config.json"
+_PARTIAL = "config.partial"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +67,36 @@ def cache_directory(config: Config) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dape_jax"
 
 
+def refuse_foreign(workdir: Path) -> None:
+    """Raises for a ``workdir`` that cannot become or be a run's: a file, unwritable, or holding other things."""
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"workdir {workdir} is a file; give a folder")
+    if not workdir.exists():
+        return
+    if not os.access(workdir, os.W_OK):
+        raise UserError(f"workdir {workdir} cannot be written; give a folder of your own")
+    found = {path.name for path in workdir.iterdir()} - {_PARTIAL}
+    if found and CONFIG_FILE not in found:
+        raise UserError(f"workdir {workdir} is not empty and holds no run of this program; use another workdir")
+    for name in ("checkpoints", "evaluation"):
+        if (workdir / name).exists() and not (workdir / name).is_dir():
+            raise UserError(f"workdir {workdir} is damaged: {name} is a file")
+
+
 def claim(workdir: Path, run: Run) -> None:
-    """Makes ``workdir`` this run's, or checks that it already is: it holds config.json and the text's hash."""
-    path = workdir / "config.json"
-    record = {"config": config_lib.to_dict(run.config), "tokens_sha256": run.tokens.manifest["tokens_sha256"]}
+    """Makes ``workdir`` this run's, or checks that it already is: it holds config.json and the text's hash.
+
+    Fields that may change between starts (``FREE``) are brought up to date there.
+    """
+    refuse_foreign(workdir)
+    path = workdir / CONFIG_FILE
+    record = {
+        "config": config_lib.to_dict(run.config),
+        "dtype": run.model.dtype,
+        "tokens_sha256": run.tokens.manifest["tokens_sha256"],
+    }
     if path.exists():
-        other = _read(path)
-        before, now = (_flat({k: r[k] for k in ("config", "tokens_sha256")}) for r in (other, record))
+        before, now = _flat(_read(path)), _flat(record)
         for name in sorted({*before, *now}):
             field = name.removeprefix("config.")
             if before.get(name) != now.get(name) and not any(field == f or field.startswith(f"{f}.") for f in FREE):
@@ -78,12 +104,9 @@ def claim(workdir: Path, run: Run) -> None:
                     f"workdir {workdir} holds another run: {field} is {before.get(name)!r} there and "
                     f"{now.get(name)!r} here; use another workdir"
                 )
-        return
     try:
-        if workdir.is_dir() and any(workdir.iterdir()):
-            raise UserError(f"workdir {workdir} is not empty and holds no run of this program; use another workdir")
         workdir.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
+        partial = workdir / _PARTIAL
         partial.write_text(json.dumps(record, indent=1) + "\n")
         os.replace(partial, path)
     except OSError as e:
@@ -92,21 +115,22 @@ def claim(workdir: Path, run: Run) -> None:
 
 def load_config(workdir: Path) -> Config:
     """The configuration of the run in ``workdir``."""
-    path = workdir / "config.json"
+    return config_lib.from_mapping(read_record(workdir)["config"])
+
+
+def read_record(workdir: Path) -> dict[str, Any]:
+    """What the run in ``workdir`` was started with: config, dtype of activations, tokens_sha256."""
+    path = workdir / CONFIG_FILE
     if not path.exists():
         raise UserError(f"workdir {workdir} holds no run: there is no {path.name} in it")
-    return config_lib.from_mapping(_read(path)["config"])
-
-
-def recorded_text_hash(workdir: Path) -> str:
-    """The hash of the tokens that the run in ``workdir`` was started on."""
-    return _read(workdir / "config.json")["tokens_sha256"]
+    return _read(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
-        return {"config": dict(record["config"]), "tokens_sha256": str(record["tokens_sha256"])}
+        texts = {name: str(record[name]) for name in ("dtype", "tokens_sha256")}
+        return {"config": dict(record["config"]), **texts}
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} is damaged: {e!r}") from e
 

@@ -1,5 +1,6 @@
 """One suite for all backends: every argument of the contract against the formula in float64."""
 
+import dataclasses
 import itertools
 import re
 
@@ -8,49 +9,74 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, T5Bias, UserError, dape_attention
+from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, T5Bias, UserError, biases, dape_attention
 from dape_jax.attention import BACKENDS, choose_backend
 from tests.conftest import relative_error
 
 BIASES = [None, ALiBi(), KerpleLog(), T5Bias(), FIRE(width=8, init_length=16.0)]
-ADAPTS = [None, Adapt(width=8), Adapt("concat", width=4), Adapt("add_residual", width=4), Adapt(width=4, per_head=True)]
+ADAPTS = [None, Adapt(width=8), Adapt("concat", width=4), Adapt("add_residual", width=4), Adapt(width=4, per_head=True),
+          Adapt(width=16, kernel_width=3), Adapt("bias_only", width=4)]  # fmt: skip
+CONVOLVING = [Adapt("concat", width=4, kernel_width=5), Adapt("add_residual", width=4, kernel_width=3),
+              Adapt("bias_only", width=4, kernel_width=3), Adapt(width=4, per_head=True, kernel_width=3)]  # fmt: skip
 BLOCKWISE = [b for b in BACKENDS if b != "reference"]
+
+
+def network(adapt, p, x):
+    """f at every pair of one row: channels x [C, Tq, Tk], zero where not allowed, by loops over taps."""
+    if adapt.per_head:
+        heads = len(p["w1"])
+        one = dataclasses.replace(adapt, per_head=False)
+        return np.concatenate(
+            [network(one, {n: w[h] for n, w in p.items()}, x[h::heads]) for h in range(heads)]
+        )  # fmt: skip
+
+    def convolve(x, w, b):
+        half, out = len(w) // 2, 0.0
+        padded = np.pad(x, [(0, 0), (0, 0), (half, half)])
+        for tap, matrix in enumerate(w):
+            out = out + np.einsum("cqk,cd->dqk", padded[:, :, tap : tap + x.shape[2]], matrix)
+        return out + b[:, None, None]
+
+    hidden = convolve(x, p["w1"], p["b1"])
+    return convolve(np.where(hidden >= 0, hidden, 0.01 * hidden), p["w2"], p["b2"])
 
 
 def oracle(q, k, v, *, bias, bias_params, adapt, adapt_params, causal, q_positions, k_positions, q_segments=None,
            k_segments=None, k_valid=None):  # fmt: skip
-    """Float64 NumPy: one row, one head-mixing network, no cleverness. Shapes as dape_attention's."""
-    from dape_jax import adapt as adapt_lib
-    from dape_jax import biases
-
-    with jax.enable_x64(True):
-        f64 = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), tree)  # noqa: E731
-        q, k, v = f64((q, k, v))
-        group = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-        s = jnp.einsum("bqhd,bkhd->hbqk", q, k) * q.shape[3] ** -0.5
-        rows = []
-        for row in range(q.shape[0]):
-            qp, kp = np.broadcast_to(q_positions, (q.shape[0], q.shape[1]))[row], np.broadcast_to(
-                k_positions, (k.shape[0], k.shape[1]))[row]  # fmt: skip
-            b = None
-            if bias is not None:
+    """Attention in float64 NumPy, row by row; only the bias formulas (tested by hand) are the project's."""
+    f64 = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)  # noqa: E731
+    q, k, v, params = f64((q, k, v, adapt_params))
+    group, heads = q.shape[2] // k.shape[2], q.shape[2]
+    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
+    rows = []
+    for row in range(q.shape[0]):
+        qp = np.broadcast_to(q_positions, (q.shape[0], q.shape[1]))[row]
+        kp = np.broadcast_to(k_positions, (k.shape[0], k.shape[1]))[row]
+        mask = np.ones((len(qp), len(kp)), bool)
+        if causal:
+            mask &= kp[None, :] <= qp[:, None]
+        if q_segments is not None:
+            mask &= np.asarray(q_segments)[row][:, None] == np.asarray(k_segments)[row][None, :]
+        if k_valid is not None:
+            mask &= np.asarray(k_valid)[row][None, :]
+        s = np.einsum("qhd,khd->hqk", q[row], k[row]) * q.shape[3] ** -0.5
+        b = 0.0 * s
+        if bias is not None:
+            with jax.enable_x64(True):
                 positions = (jnp.asarray(x, jnp.int32) for x in (qp, kp))
-                b = biases.bias_values(bias, f64(bias_params), q.shape[2], *positions, jnp.float64)
-            params = f64(adapt_params)
-            a = adapt_lib.adapt_logits(adapt, params, s[:, row : row + 1], adapt_lib.bias_terms(adapt, params, b))[:, 0]
-            mask = np.ones(a.shape[1:], bool)
-            if causal:
-                mask &= kp[None, :] <= qp[:, None]
-            if q_segments is not None:
-                mask &= np.asarray(q_segments)[row][:, None] == np.asarray(k_segments)[row][None, :]
-            if k_valid is not None:
-                mask &= np.asarray(k_valid)[row][None, :]
-            top = jnp.where(mask, a, -jnp.inf).max(-1, keepdims=True, initial=-1e300)
-            weights = jnp.where(mask, jnp.exp(a - top), 0.0)
-            weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-300)
-            rows.append(jnp.einsum("hqk,khd->qhd", weights, v[row]))
-        return np.asarray(jnp.stack(rows))
+                as_jax = jax.tree.map(jnp.asarray, f64(bias_params))
+                b = np.asarray(biases.bias_values(bias, as_jax, heads, *positions, jnp.float64))
+        a = s if adapt is not None and adapt.variant == "concat" else s + b
+        if adapt is not None:
+            # Entries that are not allowed matter to a convolving network alone.
+            x = {"add_residual": s + b, "bias_only": b}.get(
+                adapt.variant, s if bias is None else np.concatenate([s, b])
+            )
+            a = a + network(adapt, params, np.where(mask, x, 0.0) if adapt.kernel_width > 1 else x)
+        weights = np.where(mask, np.exp(a - np.where(mask, a, -1e300).max(-1, keepdims=True)), 0.0)
+        weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        rows.append(np.einsum("hqk,khd->qhd", weights, v[row]))
+    return np.stack(rows)
 
 
 def make(batch, q_length, k_length, heads, kv_heads, d, bias, adapt, dtype=jnp.float32, seed=0):
@@ -95,9 +121,17 @@ def assert_gradients_close(got, want, tolerance):
             assert relative_error(g, w) < allowed, (path, relative_error(g, w))
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("adapt", ADAPTS, ids=repr)
-@pytest.mark.parametrize("bias", BIASES, ids=repr)
+def combinations():
+    """Every bias with every network; the fast tests take each bias with one network and each network with Kerple."""
+    for bias, adapt, causal in itertools.product(BIASES, [*ADAPTS, *CONVOLVING], [True, False]):
+        if bias is None and adapt is not None and adapt.variant == "bias_only":
+            continue
+        fast = adapt == ADAPTS[1] or (bias == KerpleLog() and causal)
+        name = f"{bias}-{adapt}-{'causal' if causal else 'bidirectional'}"
+        yield pytest.param(bias, adapt, causal, id=name, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("bias", "adapt", "causal"), combinations())
 def test_every_bias_with_every_network(bias, adapt, causal):
     arrays, cotangent = make(2, 19, 19, 4, 4, 8, bias, adapt)
     positions = np.arange(19)
@@ -136,12 +170,20 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize(
+    ("causal", "k"),
+    [
+        (True, 1),
+        (False, 3),
+        pytest.param(True, 3, marks=pytest.mark.slow),
+        pytest.param(False, 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_every_argument(name, causal):
+def test_every_argument(name, causal, k):
     shape, kwargs = ARGUMENTS[name]
     shape = {"q_length": 21, "kv_heads": 4, **shape}
-    bias, adapt = KerpleLog(), Adapt(width=8)
+    bias, adapt = KerpleLog(), Adapt(width=8, kernel_width=k)
     arrays, cotangent = make(3, shape["q_length"], 21, 4, shape["kv_heads"], 8, bias, adapt)
     q, k, v, bias_params, adapt_params = arrays
     scaled = q * (kwargs["scale"] * 8**0.5) if "scale" in kwargs else q
@@ -179,7 +221,9 @@ def test_fully_masked_rows_give_zeros_and_zero_gradients(backend):
         assert np.all(np.isfinite(leaf))
 
 
-@pytest.mark.parametrize("adapt", [None, Adapt(), Adapt(per_head=True)], ids=repr)
+@pytest.mark.parametrize(
+    "adapt", [None, Adapt(), Adapt(per_head=True), Adapt(kernel_width=3), Adapt(kernel_width=5)], ids=repr
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_causality_by_gradient(backend, adapt):
     """The gradient of the output at position t with respect to every later input is exactly zero."""
@@ -217,6 +261,25 @@ def test_block_sizes_do_not_change_the_result(shape):
     got = run("blockwise", arrays, cotangent, bias, adapt, BlockSizes(*shape))
     assert relative_error(got[0], want[0]) < 2e-6
     assert_gradients_close(got[1], want[1], 2e-5)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_editing_one_document_leaves_its_neighbours_bit_equal(backend, k):
+    bias, adapt = KerpleLog(), Adapt(width=8, kernel_width=k)
+    (q, key, v, bias_params, adapt_params), _ = make(1, 30, 30, 4, 4, 8, bias, adapt)
+    ids = jnp.asarray(np.repeat([0, 1, 2], 10))[None]
+
+    def attend(q, key, v):
+        return dape_attention(
+            q, key, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params, backend=backend,
+            q_segment_ids=ids, k_segment_ids=ids, block_sizes=BlockSizes(8, 8, 1) if backend == "blockwise" else None,
+        )  # fmt: skip
+
+    before, after = attend(q, key, v), attend(*(x.at[:, 10:20].add(1.0) for x in (q, key, v)))
+    outside = np.r_[0:10, 20:30]
+    assert np.array_equal(before[:, outside], after[:, outside])
+    assert not np.any(np.all(np.isclose(before[:, 10:20], after[:, 10:20]), axis=(2, 3)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,7 +16,7 @@ from tests.conftest import relative_error
 MODEL = TransformerConfig(
     vocab_size=32, num_layers=2, num_heads=4, width=16, mlp_width=32, bias=KerpleLog(), adapt=Adapt(width=8)
 )
-OPTIMIZER = OptimizerSection(learning_rate=1e-2)
+OPTIMIZER = OptimizerSection(learning_rate=2e-3)
 
 
 def losses(mesh, steps=6, model=MODEL):
