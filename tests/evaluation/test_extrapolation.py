@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from configs import base
 from dape_jax import config as config_lib
@@ -30,7 +31,7 @@ def test_windows_score_the_same_targets_at_every_length(run):
     names, bounds = run.tokens.split_documents("test")
     lengths = dict(zip(names, bounds[:, 1] - bounds[:, 0], strict=True))
     assert set(plan.names) == {name for name in names if lengths[name] > 2000}
-    assert plan.left_out == sum(length <= 2000 for length in lengths.values())
+    assert plan.too_short == sum(length <= 2000 for length in lengths.values())
     assert len(plan.end) == len(plan.document) <= 30
     ends = {}
     for document, end in zip(plan.document, plan.end, strict=True):
@@ -118,7 +119,7 @@ def test_report_says_what_was_measured(run, tmp_path, capsys):
     made = report.make_report(run, plan, scores, 10, "test", 7)
     path = report.write_report(made, tmp_path / "evaluation")
     read = json.loads(path.read_text())
-    assert path.name == "last_k_step7.json"
+    assert path.name == "last_k_test_step7_k10_10to100.json"
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     for name in ("protocol", "lengths", "k", "text", "seed", "step", "backend", "dtype", "device", "method"):
         assert name in read
@@ -137,6 +138,12 @@ def test_report_says_what_was_measured(run, tmp_path, capsys):
     report.check_comparable([read, other], ["a", "b"])
     with pytest.raises(UserError, match="b and a cannot be compared: k is 9 and 10"):
         report.check_comparable([read, {**other, "k": 9}], ["a", "b"])
+    # A longer longest length moves the windows: other targets, though every count is the same.
+    moved = extrapolation.plan_windows(run.tokens, "test", longest=900, k=10, max_windows=19)
+    moved = report.make_report(run, moved, scores, 10, "test", 7)
+    assert (moved["windows"], moved["documents_used"]) == (read["windows"], read["documents_used"])
+    with pytest.raises(UserError, match="cannot be compared: targets_sha256"):
+        report.check_comparable([read, moved], ["a", "b"])
     assert [r["label"] for r in report.with_labels([read, read, other], ["a", "b", "c"])] == [
         "DAPE-Kerple (a)", "DAPE-Kerple (b)", "Kerple",
     ]  # fmt: skip
@@ -156,9 +163,40 @@ def test_one_document_has_no_standard_error(run, tmp_path):
 
 
 def test_damaged_and_missing_reports_are_named(tmp_path):
-    with pytest.raises(UserError, match="holds no evaluation; run experiments.evaluate"):
+    with pytest.raises(UserError, match="holds no evaluation of the test split; run experiments.evaluate"):
         report.latest_report(tmp_path)
     (tmp_path / "evaluation").mkdir()
-    (tmp_path / "evaluation" / "last_k_step3.json").write_text("{")
-    with pytest.raises(UserError, match=r"last_k_step3.json is damaged"):
-        report.latest_report(tmp_path)
+    (tmp_path / "evaluation" / "last_k_test_step3_backup.json").write_text("mine")
+    path = tmp_path / "evaluation" / "last_k_test_step3_k1_1to2.json"
+    for text, message in {
+        "{": "is damaged",
+        "[]": "is damaged",
+        '{"format": 9}': "has format 9; this version reads 1",
+        '{"format": 1}': "there is no protocol in it",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            report.latest_report(tmp_path)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
+    """No number and no name is cut, whatever the width: a line a method or a line a length."""
+    lengths = [64, 128, 256, 512, 1024, 2048]
+    results = [
+        {"length": n, "perplexity": 10.0 + n, "perplexity_standard_error": float("nan") if n == 64 else 0.25}
+        for n in lengths
+    ]
+    common = {
+        "k": 64, "train_length": 64, "step": 5, "lengths": lengths, "results": results, "windows": 9,
+        "documents_used": 3, "documents_too_short": 1, "documents_in_split": 7,
+        "text": {"source": "a text", "split": "test"},
+    }  # fmt: skip
+    monkeypatch.setattr(report, "Console", lambda **_: Console(width=width, force_terminal=True, color_system=None))
+    report.print_table([{**common, "method": "DAPE-Kerple"}, {**common, "method": "RoPE"}])
+    printed = capsys.readouterr().out
+    assert "DAPE-Kerple" in printed
+    for n in lengths:
+        assert str(n) in printed
+        assert f"{10 + n:.2f}" + (" ± 0.25" if n > 64 else "") in printed
+    assert "nan" not in printed

@@ -18,13 +18,16 @@ SMALL = ["--config=configs/quickstart.py:dape_kerple", "--config.model.num_layer
 
 @pytest.fixture
 def command(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "xdg")}
+    base = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    base |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "xdg")}
 
-    def command(name, *arguments, start=False):
+    def command(name, *arguments, start=False, environment=()):
         line = [sys.executable, "-m", f"experiments.{name}", *map(str, arguments)]
         if start:
-            return subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            return subprocess.Popen(
+                line, env={**base, **dict(environment)}, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            )
+        environment = {**base, **dict(environment)}
         return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
     return command
@@ -57,6 +60,27 @@ def test_train_evaluate_compare(command, text_folder, tmp_path):
     assert (tmp_path / "comparison.png").exists()
 
 
+def test_a_run_of_four_devices_is_evaluated_on_one_and_after_its_text_has_moved(command, text_folder, tmp_path):
+    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    workdir = f"--workdir={tmp_path / 'run'}"
+    trained = command("train", *SMALL, "--config.mesh.fsdp=4", *data(text_folder), workdir, environment=four)
+    assert trained.returncode == 0, trained.stderr
+    check_refusal(command("evaluate", workdir, "--lengths=64"), "mesh.fsdp=4 does not divide the 1 devices")
+    text_folder.rename(tmp_path / "moved")
+    assert command("evaluate", workdir, "--lengths=64", "--fsdp=1").returncode == 2
+    moved = command("evaluate", workdir, "--lengths=64", "--fsdp=1", f"--data_path={tmp_path / 'moved'}")
+    assert moved.returncode == 0, moved.stderr
+
+
+def test_flag_files_and_help(command, tmp_path):
+    (tmp_path / "flags").write_text(f"{SMALL[0]}\n--config.training.steps=0\n--workdir={tmp_path / 'run'}\n")
+    check_refusal(command("train", f"--flagfile={tmp_path / 'flags'}"), "training.steps=0: 1 or more is needed")
+    shown = command("evaluate", "--help")
+    assert shown.returncode == 0
+    assert "usage: python -m experiments.evaluate" in shown.stdout
+    assert "--lengths" in shown.stdout
+
+
 def test_kill_9_and_resume(command, text_folder, tmp_path):
     """Killed at several moments, the run computes the losses of an unbroken one, bit for bit."""
     arguments = [*SMALL, *data(text_folder)]
@@ -78,16 +102,18 @@ def test_kill_9_and_resume(command, text_folder, tmp_path):
 
 
 CASES = {
+    "no python": (["--config=README.md", "--workdir=W"], "is no configuration file; known: configs/base.py"),
+    "no get_config": (["--config=configs/__init__.py", "--workdir=W"], "there is no get_config in it"),
     "unknown configuration": (["--config=configs/quickstat.py", "--workdir=W"], "did you mean 'configs/quickstart.py'"),
-    "unknown folder": (["--config=confs/x.py", "--workdir=W"], "there is no folder confs"),
+    "unknown folder": (["--config=confs/x.py", "--workdir=W"], "is no configuration file; known: configs/base.py"),
     "no configuration": (["--workdir=W"], "--config is missing"),
     "bucket": ([SMALL[0], "--workdir=gs://bucket/run"], "a local or mounted folder is needed"),
     "no workdir": ([SMALL[0]], "--workdir is missing"),
     "unknown position": (["--config=configs/quickstart.py:dape_kerpel", "--workdir=W"], "did you mean 'dape_kerple'"),
-    "unknown field": ([SMALL[0], "--config.model.head=3", "--workdir=W"], "head"),
-    "unknown section": ([SMALL[0], "--config.modle.width=3", "--workdir=W"], "modle"),
-    "float for an integer": ([SMALL[0], "--config.training.steps=1.5", "--workdir=W"], "config.training.steps"),
-    "word for a number": ([SMALL[0], "--config.training.steps=many", "--workdir=W"], "many"),
+    "unknown field": ([SMALL[0], "--config.model.head=3", "--workdir=W"], "model.head is no field of the configuration"),
+    "unknown section": ([SMALL[0], "--config.modle.width=3", "--workdir=W"], "did you mean 'model'"),
+    "float for an integer": ([SMALL[0], "--config.training.steps=1.5", "--workdir=W"], "training.steps=1.5: int is needed"),
+    "word for a number": ([SMALL[0], "--config.training.steps=many", "--workdir=W"], "training.steps=many: int is needed"),
     "value out of range": ([SMALL[0], "--config.training.steps=0", "--workdir=W"], "training.steps=0"),
     "width and heads": ([SMALL[0], "--config.model.num_heads=7", "--workdir=W"], "not divisible by num_heads=7"),
     "missing text": ([SMALL[0], *data("/nowhere"), "--workdir=W"], "data.path='/nowhere' does not exist"),
@@ -108,8 +134,9 @@ def test_wrong_training_input_gets_one_line(case, command, tmp_path):
 def check_refusal(result, message):
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, result.stderr
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("usage: ")]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
     assert message in result.stderr
 
 

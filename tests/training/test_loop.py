@@ -89,6 +89,7 @@ def test_another_configuration_or_text_in_the_workdir_is_refused(make, tmp_path,
     with pytest.raises(UserError, match=r"model.position is 'dape_kerple' there and 'kerple' here"):
         loop.train(make("kerple"), tmp_path / "run", show_progress=False)
     loop.train(make(log_every=1), tmp_path / "run", show_progress=False)  # changes nothing that is computed
+    assert run_lib.load_config(tmp_path / "run").training.log_every == 1
     (text_folder / "document00.txt").write_text("another text")
     with pytest.raises(UserError, match="tokens_sha256"):
         loop.train(make(), tmp_path / "run", show_progress=False)
@@ -100,6 +101,23 @@ def test_another_configuration_or_text_in_the_workdir_is_refused(make, tmp_path,
     (tmp_path / "run" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"config.json is damaged"):
         loop.train(make(), tmp_path / "run", show_progress=False)
+
+
+def test_a_damaged_workdir_is_named(make, tmp_path):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.partial").write_text("of a killed start")
+    loop.train(make(steps=1), workdir, show_progress=False)
+    text = (workdir / "metrics.jsonl").read_text()
+    (workdir / "metrics.jsonl").write_text("garbage\n" + text)
+    with pytest.raises(UserError, match="metrics.jsonl is damaged in line 1"):
+        loop.train(make(steps=1), workdir, show_progress=False)
+    shutil.rmtree(workdir / "checkpoints")
+    (workdir / "checkpoints").write_text("")
+    with pytest.raises(UserError, match="checkpoints is a file"):
+        loop.train(make(steps=1), workdir, show_progress=False)
+    with pytest.raises(UserError, match="is a file; give a folder"):
+        run_lib.refuse_foreign(workdir / "config.json")
 
 
 def test_a_batch_that_does_not_fit_the_devices_is_named_before_anything_is_written(make, tmp_path):
