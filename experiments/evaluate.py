@@ -6,12 +6,13 @@ python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] [--k=K] [-
 import jax
 from absl import flags
 
-from dape_jax.data.cache import SPLITS
+from dape_jax.data.splits import SPLITS
+from dape_jax.data.tokenizer import load_tokenizer
 from dape_jax.errors import UserError, nearest
 from dape_jax.evaluation import extrapolation, report
 from dape_jax.sharding import tree_sharding
 from dape_jax.training.checkpoint import Checkpoints, require_step
-from dape_jax.training.run import load_config, make_run, recorded_text_hash
+from dape_jax.training.run import check_text, check_tokenizer, load_config, make_run
 from dape_jax.training.step import init_params
 from experiments import command
 
@@ -36,9 +37,9 @@ def main(_: list[str]) -> None:
         raise UserError(f"--split={_SPLIT.value} is unknown{nearest(_SPLIT.value, SPLITS)}")
     checkpoints = Checkpoints(directory / "checkpoints")
     step = require_step(checkpoints, directory, _STEP.value)
+    check_tokenizer(directory, config.data.tokenizer, load_tokenizer(config.data.tokenizer).describe())
     run = make_run(config)
-    if run.tokens.manifest["tokens_sha256"] != recorded_text_hash(directory):
-        raise UserError(f"{run.tokens.manifest['source']['name']} has changed since {directory} was trained on it")
+    check_text(directory, run)
     plan = extrapolation.plan_windows(run.tokens, _SPLIT.value, lengths[-1], k, max_windows)
     shapes = jax.eval_shape(lambda: init_params(run.model, jax.random.key(0)))
     shardings = tree_sharding(run.mesh, shapes)

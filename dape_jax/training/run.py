@@ -18,9 +18,9 @@ from dape_jax.nn.transformer import TransformerConfig
 
 FREE = ("training.log_every", "training.checkpoint_every", "training.keep_checkpoints", "training.validate_every",
         "training.validation_windows", "evaluation", "mesh", "data.cache_dir", "data.path",
-        "model.attention_backend")  # fmt: skip
+        "data.tokenizer", "model.attention_backend")  # fmt: skip
 """Fields that a resumed run may change: they do not change what is computed, only where, how often and how fast.
-``data.path`` may move because the text itself is compared, by the hash of its tokens."""
+``data.path`` and ``data.tokenizer`` may move because the text and the tokenizer themselves are compared, by hashes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +39,18 @@ class Run:
     tokens: cache.TokenCache
     mesh: Mesh
 
+    @property
+    def segment_end(self) -> int | None:
+        """The id that ends documents if attention is to stay within them in training, else None."""
+        end = self.tokens.manifest["tokenizer"]["end_of_document"]["id"]
+        return end if self.config.data.packing == "segments" else None
+
 
 def make_run(config: Config, show_progress: bool = True) -> Run:
     """Makes mesh and token cache; raises before anything is written if they cannot be."""
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
     coder = tokenizer.load_tokenizer(config.data.tokenizer)
-    source = text.load_source(config.data.source, config.data.path, config.data.glob)
+    source = load_text(config)
     tokens = cache.open_or_build(
         source,
         coder,
@@ -57,6 +63,12 @@ def make_run(config: Config, show_progress: bool = True) -> Run:
     return Run(config, model, tokens, mesh)
 
 
+def load_text(config: Config) -> text.Source:
+    """The source of documents that a configuration names."""
+    data = config.data
+    return text.load_source(data.source, data.path, data.glob, data.text_field, data.skip_broken)
+
+
 def cache_directory(config: Config) -> Path:
     """Where token caches lie: ``data.cache_dir``, else the user's cache folder."""
     if config.data.cache_dir is not None:
@@ -65,12 +77,17 @@ def cache_directory(config: Config) -> Path:
 
 
 def claim(workdir: Path, run: Run) -> None:
-    """Makes ``workdir`` this run's, or checks that it already is: it holds config.json and the text's hash."""
+    """Makes ``workdir`` this run's, or checks that it already is: config.json, tokenizer, text's hash."""
     path = workdir / "config.json"
-    record = {"config": config_lib.to_dict(run.config), "tokens_sha256": run.tokens.manifest["tokens_sha256"]}
+    manifest = run.tokens.manifest
+    record = {
+        "config": config_lib.to_dict(run.config),
+        "tokenizer": manifest["tokenizer"],
+        "tokens_sha256": manifest["tokens_sha256"],
+    }
     if path.exists():
-        other = _read(path)
-        before, now = (_flat({k: r[k] for k in ("config", "tokens_sha256")}) for r in (other, record))
+        check_tokenizer(workdir, run.config.data.tokenizer, manifest["tokenizer"])
+        before, now = (_flat({k: r[k] for k in ("config", "tokens_sha256")}) for r in (_read(path), record))
         for name in sorted({*before, *now}):
             field = name.removeprefix("config.")
             if before.get(name) != now.get(name) and not any(field == f or field.startswith(f"{f}.") for f in FREE):
@@ -98,15 +115,35 @@ def load_config(workdir: Path) -> Config:
     return config_lib.from_mapping(_read(path)["config"])
 
 
-def recorded_text_hash(workdir: Path) -> str:
-    """The hash of the tokens that the run in ``workdir`` was started on."""
-    return _read(workdir / "config.json")["tokens_sha256"]
+def check_tokenizer(workdir: Path, name: str, description: dict) -> None:
+    """Refuses a tokenizer, ``data.tokenizer`` and what it says of itself, other than that of the run in ``workdir``."""
+    before = _read(workdir / "config.json")["tokenizer"]
+    if before != description:
+        raise UserError(
+            f"data.tokenizer={name!r} is {_tokenizer_line(description)}, and the model in {workdir} was trained with "
+            f"{_tokenizer_line(before)}: a model takes the vocabulary it was trained with and no other"
+        )
+
+
+def check_text(workdir: Path, run: Run) -> None:
+    """Refuses a text that is not the one that the run in ``workdir`` was started on."""
+    if run.tokens.manifest["tokens_sha256"] != _read(workdir / "config.json")["tokens_sha256"]:
+        raise UserError(f"{run.tokens.manifest['source']['name']} has changed since {workdir} was trained on it")
+
+
+def _tokenizer_line(description: dict) -> str:
+    end = description["end_of_document"]
+    return f"{description['name']} with {description['vocab_size']} ids, {end['id']} ending documents"
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
-        return {"config": dict(record["config"]), "tokens_sha256": str(record["tokens_sha256"])}
+        return {
+            "config": dict(record["config"]),
+            "tokenizer": dict(record["tokenizer"]),
+            "tokens_sha256": str(record["tokens_sha256"]),
+        }
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} is damaged: {e!r}") from e
 
