@@ -143,7 +143,7 @@ def _from_name(path: str) -> Any:
     if path.startswith(("/", "~", ".")):
         raise UserError(f"data.path={path!r} does not exist; give the folder of a prepared TFDS dataset, or a name")
     try:
-        builder = tfds.builder(path, try_gcs=False)
+        builder = tfds.builder(path, data_dir=where, try_gcs=False)
     except tfds.core.DatasetNotFoundError as e:
         name = path.partition(":")[0]
         versions = sorted(file.parent.name for file in (where / name).glob("*/dataset_info.json"))
