@@ -13,6 +13,7 @@ from typing import Any
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
 from dape_jax.attention import BACKENDS
+from dape_jax.data.packing import PACKINGS
 from dape_jax.errors import UserError, nearest
 from dape_jax.nn.transformer import TransformerConfig
 
@@ -72,15 +73,24 @@ class ModelSection:
 class DataSection:
     """Text and its tokens.
 
-    ``source`` is "stdlib" (the running Python's library) or "folder" with ``path`` and ``glob``. ``cache_dir`` None
-    is ``$XDG_CACHE_HOME/dape_jax`` or ``~/.cache/dape_jax``.
+    ``source`` is "stdlib" (the running Python's library); "folder", every UTF-8 file below ``path`` that matches
+    ``glob``, one document each; "jsonl", .jsonl or .jsonl.zst files in the same way, or one of them as ``path``, with
+    one document a line in the field ``text_field``; or "tfds", a prepared dataset of TensorFlow Datasets, ``path``
+    its name or folder and ``text_field`` its text feature. ``skip_broken`` leaves broken lines and records out,
+    counted, where they would be refused. ``tokenizer`` is "bytes", a tokenizer.json, or a folder with one or with
+    encoder.json and vocab.bpe. ``packing`` "stream" reads training windows over the ends of documents; "segments"
+    keeps attention, positions and loss within each document. ``cache_dir`` None is ``$XDG_CACHE_HOME/dape_jax`` or
+    ``~/.cache/dape_jax``.
     """
 
     sequence_length: int
     source: str = "stdlib"
     path: str = ""
     glob: str = "**/*"
+    text_field: str = "text"
+    skip_broken: bool = False
     tokenizer: str = "bytes"
+    packing: str = "stream"
     cache_dir: str | None = None
     validation_fraction: float = 0.05
     test_fraction: float = 0.1
@@ -275,6 +285,7 @@ def _check_ranges(config: Config) -> None:
     need("model.dtype", model.dtype in dtypes, f"is unknown{nearest(model.dtype, dtypes)}")
     need("data.sequence_length", data.sequence_length >= 1, "1 or more is needed")
     need("data.cache_dir", data.cache_dir != "", "the path of a folder is needed")
+    need("data.packing", data.packing in PACKINGS, f"is unknown{nearest(data.packing, PACKINGS)}")
     need("data.validation_fraction", 0 < data.validation_fraction < 1, "a number between 0 and 1 is needed")
     need("data.test_fraction", 0 < data.test_fraction < 1 - data.validation_fraction,
          "a number above 0 is needed that leaves something to train on")  # fmt: skip

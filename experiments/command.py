@@ -95,7 +95,8 @@ def _parse(positional: bool, config: bool) -> list[str]:
     except flags.IllegalFlagValueError as e:
         found = re.match(r"flag --(\S+?)=(.*?): ", str(e))
         if found and found[1].startswith("config."):
-            kind = _field_type(FLAGS["config"].value, found[1]).__name__
+            config_dict: Any = FLAGS["config"].value
+            kind = _field_type(config_dict, found[1]).__name__
             raise UserError(f"{found[1].removeprefix('config.')}={found[2]}: {kind} is needed") from e
         raise
     except (TypeError, ValueError) as e:

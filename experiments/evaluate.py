@@ -9,12 +9,13 @@ import jax
 from absl import flags
 
 from dape_jax import config as config_lib
-from dape_jax.data.cache import SPLITS
+from dape_jax.data.splits import SPLITS
+from dape_jax.data.tokenizer import load_tokenizer
 from dape_jax.errors import UserError, nearest
 from dape_jax.evaluation import extrapolation, report
 from dape_jax.sharding import tree_sharding
 from dape_jax.training.checkpoint import Checkpoints, require_step
-from dape_jax.training.run import load_config, make_run, read_record
+from dape_jax.training.run import check_text, check_tokenizer, load_config, make_run, read_record
 from dape_jax.training.step import init_params
 from experiments import command
 
@@ -47,17 +48,16 @@ def main(_: list[str]) -> None:
     config = dataclasses.replace(config, mesh=config_lib.MeshSection(data=-1, fsdp=fsdp))
     if _DATA_PATH.value is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=_DATA_PATH.value))
+    check_tokenizer(directory, config.data.tokenizer, load_tokenizer(config.data.tokenizer).describe())
     run = make_run(config)
-    record = read_record(directory)
-    if run.tokens.manifest["tokens_sha256"] != record["tokens_sha256"]:
-        raise UserError(f"{run.tokens.manifest['source']['name']} has changed since {directory} was trained on it")
+    check_text(directory, run)
     plan = extrapolation.plan_windows(run.tokens, _SPLIT.value, lengths[-1], k, max_windows)
     shapes = jax.eval_shape(lambda: init_params(run.model, jax.random.key(0)))
     shardings = tree_sharding(run.mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     params = checkpoints.restore_params(step, abstract)
     scores = extrapolation.score(run, params, plan, lengths, k, show_progress=jax.process_index() == 0)
-    result = report.make_report(run, plan, scores, k, _SPLIT.value, step, train_dtype=record["dtype"])
+    result = report.make_report(run, plan, scores, k, _SPLIT.value, step, train_dtype=read_record(directory)["dtype"])
     if jax.process_index() == 0:
         report.print_table([result])
         path = report.write_report(result, directory / "evaluation")

@@ -25,6 +25,8 @@ def main(_: list[str]) -> None:
         f"{manifest['source']['name']}: {split['documents'][1] - split['documents'][0]} documents, "
         f"{split['tokens']:,} tokens to train on (cache {run.tokens.directory})"
     )
+    if run.tokens.left_out():
+        print(run.tokens.left_out())
     try:
         train(run, directory)
     except NonFiniteLoss as e:

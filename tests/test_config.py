@@ -87,6 +87,8 @@ BAD = [
     ("optimizer.learning_rate", "fast", "optimizer.learning_rate='fast' is a str; float is needed"),
     ("optimizer.b1", 1.0, "optimizer.b1=1.0"),
     ("data.sequence_length", 0, "data.sequence_length=0"),
+    ("data.packing", "segment", "data.packing='segment': is unknown; did you mean 'segments'?"),
+    ("data.skip_broken", 1, "data.skip_broken=1 is a int; bool is needed"),
     ("data.test_fraction", 0.97, "data.test_fraction=0.97"),
     ("evaluation.lengths", (), "at least one length"),
     ("evaluation.lengths", (128, 0), "lengths from 1 to 2**31 - 1 are needed"),

@@ -67,7 +67,7 @@ def train(run: Run, workdir: Path, show_progress: bool = True) -> TrainState:
         )
         if first:
             _log.info("resuming at step %d of %d", first, training.steps)
-        step_fn = compile_step(run.model, optimizer, abstract, run.mesh)
+        step_fn = compile_step(run.model, optimizer, abstract, run.mesh, run.segment_end)
         batches = training_batches(
             run.tokens,
             config.data.sequence_length,
@@ -160,5 +160,5 @@ def _validation(run: Run) -> Callable[[Any], float]:
         )
     chosen = np.stack([windows[int(i)] for i in np.linspace(0, len(windows) - 1, rows)])
     chosen = chosen[jax.process_index() :: jax.process_count()]
-    loss = jax.jit(functools.partial(loss_fn, run.model))
+    loss = jax.jit(functools.partial(loss_fn, run.model, end_of_document=run.segment_end))
     return lambda params: float(loss(params, sharding.put_rows(run.mesh, chosen)))

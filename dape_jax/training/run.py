@@ -17,9 +17,10 @@ from dape_jax.errors import UserError
 from dape_jax.nn.transformer import TransformerConfig
 
 FREE = ("training.log_every", "training.checkpoint_every", "training.keep_checkpoints", "training.validate_every",
-        "training.validation_windows", "evaluation", "mesh", "data.cache_dir", "data.path")  # fmt: skip
+        "training.validation_windows", "evaluation", "mesh", "data.cache_dir", "data.path",
+        "data.tokenizer")  # fmt: skip
 """Fields that a resumed run may change: they do not change what is computed, only where, how often and how fast.
-``data.path`` may move because the text itself is compared, by the hash of its tokens."""
+``data.path`` and ``data.tokenizer`` may move because the text and the tokenizer themselves are compared, by hashes."""
 
 
 CONFIG_FILE = "config.json"
@@ -42,12 +43,18 @@ class Run:
     tokens: cache.TokenCache
     mesh: Mesh
 
+    @property
+    def segment_end(self) -> int | None:
+        """The id that ends documents if attention is to stay within them in training, else None."""
+        end = self.tokens.manifest["tokenizer"]["end_of_document"]["id"]
+        return end if self.config.data.packing == "segments" else None
+
 
 def make_run(config: Config, show_progress: bool = True) -> Run:
     """Makes mesh and token cache; raises before anything is written if they cannot be."""
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
     coder = tokenizer.load_tokenizer(config.data.tokenizer)
-    source = text.load_source(config.data.source, config.data.path, config.data.glob)
+    source = load_text(config)
     tokens = cache.open_or_build(
         source,
         coder,
@@ -58,6 +65,12 @@ def make_run(config: Config, show_progress: bool = True) -> Run:
     )
     model = config_lib.transformer(config, coder.vocab_size, jax.default_backend(), sharding.BATCH_AXES)
     return Run(config, model, tokens, mesh)
+
+
+def load_text(config: Config) -> text.Source:
+    """The source of documents that a configuration names."""
+    data = config.data
+    return text.load_source(data.source, data.path, data.glob, data.text_field, data.skip_broken)
 
 
 def cache_directory(config: Config) -> Path:
@@ -84,18 +97,21 @@ def refuse_foreign(workdir: Path) -> None:
 
 
 def claim(workdir: Path, run: Run) -> None:
-    """Makes ``workdir`` this run's, or checks that it already is: it holds config.json and the text's hash.
+    """Makes ``workdir`` this run's, or checks that it already is: it holds config.json, with tokenizer and text's hash.
 
     Fields that may change between starts (``FREE``) are brought up to date there.
     """
     refuse_foreign(workdir)
     path = workdir / CONFIG_FILE
+    manifest = run.tokens.manifest
     record = {
         "config": config_lib.to_dict(run.config),
         "dtype": run.model.dtype,
-        "tokens_sha256": run.tokens.manifest["tokens_sha256"],
+        "tokenizer": manifest["tokenizer"],
+        "tokens_sha256": manifest["tokens_sha256"],
     }
     if path.exists():
+        check_tokenizer(workdir, run.config.data.tokenizer, manifest["tokenizer"])
         before, now = _flat(_read(path)), _flat(record)
         for name in sorted({*before, *now}):
             field = name.removeprefix("config.")
@@ -119,18 +135,39 @@ def load_config(workdir: Path) -> Config:
 
 
 def read_record(workdir: Path) -> dict[str, Any]:
-    """What the run in ``workdir`` was started with: config, dtype of activations, tokens_sha256."""
+    """What the run in ``workdir`` was started with: config, dtype of activations, tokenizer, tokens_sha256."""
     path = workdir / CONFIG_FILE
     if not path.exists():
         raise UserError(f"workdir {workdir} holds no run: there is no {path.name} in it")
     return _read(path)
 
 
+def check_tokenizer(workdir: Path, name: str, description: dict) -> None:
+    """Refuses a tokenizer, ``data.tokenizer`` and what it says of itself, other than that of the run in ``workdir``."""
+    before = read_record(workdir)["tokenizer"]
+    if before != description:
+        raise UserError(
+            f"data.tokenizer={name!r} is {_tokenizer_line(description)}, and the model in {workdir} was trained with "
+            f"{_tokenizer_line(before)}: a model takes the vocabulary it was trained with and no other"
+        )
+
+
+def check_text(workdir: Path, run: Run) -> None:
+    """Refuses a text that is not the one that the run in ``workdir`` was started on."""
+    if run.tokens.manifest["tokens_sha256"] != read_record(workdir)["tokens_sha256"]:
+        raise UserError(f"{run.tokens.manifest['source']['name']} has changed since {workdir} was trained on it")
+
+
+def _tokenizer_line(description: dict) -> str:
+    end = description["end_of_document"]
+    return f"{description['name']} with {description['vocab_size']} ids, {end['id']} ending documents"
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
         texts = {name: str(record[name]) for name in ("dtype", "tokens_sha256")}
-        return {"config": dict(record["config"]), **texts}
+        return {"config": dict(record["config"]), "tokenizer": dict(record["tokenizer"]), **texts}
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} is damaged: {e!r}") from e
 

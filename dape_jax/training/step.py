@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from dape_jax import sharding
+from dape_jax.data.packing import segments
 from dape_jax.nn.transformer import TransformerConfig, TransformerLM
 from dape_jax.training.optimizer import project
 
@@ -87,17 +88,31 @@ def token_nll(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Arr
     return jnp.moveaxis(nll, 0, 1).reshape(batch, -1)[:, :length]
 
 
-def loss_fn(config: TransformerConfig, params: Any, rows: jax.Array) -> jax.Array:
-    """Mean negative log-likelihood over rows [B, T + 1]: every token but a row's first is a target."""
+def loss_fn(config: TransformerConfig, params: Any, rows: jax.Array, end_of_document: int | None = None) -> jax.Array:
+    """Mean negative log-likelihood over rows [B, T + 1]: every token but a row's first is a target.
+
+    With ``end_of_document``, attention and positions stay within each document and its first token is no target
+    either.
+    """
     model = make_model(config, params)
-    return token_nll(model(rows[:, :-1]), params["head"]["kernel"], rows[:, 1:]).mean()
+    inputs, targets, head = rows[:, :-1], rows[:, 1:], params["head"]["kernel"]
+    if end_of_document is None:
+        return token_nll(model(inputs), head, targets).mean()
+    segment_ids, positions, weights = segments(inputs, end_of_document)
+    nll = token_nll(model(inputs, positions, segment_ids), head, targets)
+    return (nll * weights).sum() / jnp.maximum(weights.sum(), 1)
 
 
 def train_step(
-    config: TransformerConfig, optimizer: optax.GradientTransformation, state: TrainState, rows: jax.Array
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    rows: jax.Array,
+    end_of_document: int | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update; returns the next state and the loss and gradient norm before it."""
-    loss, grads = jax.value_and_grad(functools.partial(loss_fn, config))(state.params, rows)
+    loss = functools.partial(loss_fn, config, end_of_document=end_of_document)
+    loss, grads = jax.value_and_grad(loss)(state.params, rows)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = project(config.bias, optax.apply_updates(state.params, updates))
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
@@ -105,12 +120,16 @@ def train_step(
 
 
 def compile_step(
-    config: TransformerConfig, optimizer: optax.GradientTransformation, abstract: TrainState, mesh: Mesh
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    abstract: TrainState,
+    mesh: Mesh,
+    end_of_document: int | None = None,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
     """``train_step`` for ``jax.jit`` over a mesh; the state passed in is donated."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(
-        functools.partial(train_step, config, optimizer),
+        functools.partial(train_step, config, optimizer, end_of_document=end_of_document),
         in_shardings=(shardings, sharding.batch_sharding(mesh)),
         out_shardings=(shardings, sharding.replicated(mesh)),
         donate_argnums=0,

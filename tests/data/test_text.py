@@ -26,16 +26,17 @@ def test_standard_library_is_long_documents():
     source = text.python_standard_library()
     assert "asyncio/base_events.py" in source.files
     assert not any("site-packages" in f or "/test" in f for f in source.files)
-    name, content = next(iter(source.documents()))
-    assert name == source.files[0]
-    assert isinstance(content, str)
+    document = next(iter(source.documents()))
+    assert document.name == source.files[0]
+    assert document.text
+    assert document.size == 1
     assert source.describe() == text.python_standard_library().describe()
 
 
 def test_cache_holds_every_document_once(text_folder, tmp_path):
     source = text.folder(str(text_folder), "**/*")
     tokens = build(source, tmp_path / "cache")
-    names = tokens.manifest["names"]
+    names = tokens.names(0, len(tokens.documents))
     assert sorted(names) == sorted(source.files)
     assert isinstance(tokens.tokens, np.memmap)
     for name, (first, last) in zip(names, tokens.documents, strict=True):
@@ -125,8 +126,12 @@ def test_unknown_sources_are_named():
 def test_empty_documents_are_left_out_and_counted(text_folder, tmp_path):
     (text_folder / "empty.txt").write_text("")
     tokens = build(text.folder(str(text_folder), "**/*"), tmp_path / "cache")
-    assert tokens.manifest["empty_documents_left_out"] == ["empty.txt"]
-    assert "empty.txt" not in tokens.manifest["names"]
+    assert tokens.manifest["left_out"] == {"empty": 1, "broken": 0}
+    listed = (tokens.directory / "left_out.jsonl").read_text()
+    assert json.loads(listed) == {"name": "empty.txt", "reason": "empty"}
+    assert "left out: 1 empty documents" in tokens.left_out()
+    assert "empty.txt" not in tokens.names(0, 100)
+    assert build(text.folder(str(text_folder), "document*"), tmp_path / "cache").left_out() == ""
 
 
 def test_damaged_caches_are_named(text_folder, tmp_path):
@@ -135,6 +140,13 @@ def test_damaged_caches_are_named(text_folder, tmp_path):
     (tokens.directory / "manifest.json").write_text(json.dumps({**manifest, "tokens": 5}))
     with pytest.raises(UserError, match="does not match its manifest; delete it"):
         cache.open_cache(tokens.directory)
+    (tokens.directory / "manifest.json").write_text(json.dumps(manifest))
+    names = (tokens.directory / "names.jsonl").read_text()
+    (tokens.directory / "names.jsonl").write_text(names[:-5])
+    with pytest.raises(UserError, match="does not match its manifest; delete it"):
+        cache.open_cache(tokens.directory)
+    (tokens.directory / "names.jsonl").write_text(names)
+    assert len(cache.open_cache(tokens.directory).documents) == 12
     data = (tokens.directory / "tokens.npy").read_bytes()
     (tokens.directory / "tokens.npy").write_bytes(data[:1000])
     with pytest.raises(UserError, match="is damaged"):

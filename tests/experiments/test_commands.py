@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import zstandard
 
 from dape_jax.training.metrics import read_metrics
 
@@ -101,6 +102,43 @@ def test_kill_9_and_resume(command, text_folder, tmp_path):
     assert len(losses(broken)) == 30
 
 
+def test_own_vocabulary_on_json_lines(command, text_folder, tmp_path):
+    """A vocabulary of the user's own text, training with it on compressed JSON lines in segments, and its refusals."""
+    lines = [json.dumps({"content": path.read_text()}) for path in sorted(text_folder.glob("*"))]
+    pile, coder = tmp_path / "pile.jsonl.zst", tmp_path / "bpe.json"
+    pile.write_bytes(zstandard.ZstdCompressor().compress("\n".join([*lines, '{"content": "cut']).encode()))
+    text = ["--config.data.source=jsonl", f"--config.data.path={pile}", "--config.data.text_field=content"]
+    skip = "--config.data.skip_broken=True"
+    make = ["train_tokenizer", SMALL[0], *text, f"--output={coder}"]
+    check_refusal(command(*make, "--vocab_size=300"), "pile.jsonl.zst, line 13: it is no whole JSON object")
+    check_refusal(command(*make, skip, "--vocab_size=100"), "vocab_size=100: 257 or more is needed")
+    check_refusal(command(*make, skip), "--vocab_size is missing")
+    check_refusal(command("train_tokenizer", SMALL[0], "--vocab_size=300"), "--output is missing")
+    check_refusal(command(*make[:-1], skip, "--vocab_size=300", f"--output={tmp_path}/no/x.json"), "cannot be written")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["pile.jsonl.zst", "text"]
+    made = command(*make, skip, "--vocab_size=300")
+    assert made.returncode == 0, made.stderr
+    assert "300 ids from the train documents of" in made.stdout
+    assert "reading" in made.stderr
+    check_refusal(command(*make, skip, "--vocab_size=300"), "bpe.json exists")
+
+    arguments = [*SMALL, *text, skip, f"--config.data.tokenizer={coder}", "--config.data.packing=segments",
+                 "--config.training.steps=5", f"--workdir={tmp_path / 'run'}"]  # fmt: skip
+    trained = command("train", *arguments)
+    assert trained.returncode == 0, trained.stderr
+    assert "left out: 1 broken documents, listed in" in trained.stdout
+    assert len(losses(tmp_path / "run")) == 5
+    evaluated = command("evaluate", f"--workdir={tmp_path / 'run'}", "--lengths=16,32")
+    assert evaluated.returncode == 0, evaluated.stderr
+    report = json.loads(next((tmp_path / "run" / "evaluation").glob("*.json")).read_text())
+    assert report["tokenizer"].startswith("BPE 300 (")
+    coder.unlink()
+    assert command(*make, skip, "--vocab_size=310").returncode == 0
+    message = "with 310 ids, 0 ending documents, and the model in"
+    check_refusal(command("train", *arguments), message)
+    check_refusal(command("evaluate", f"--workdir={tmp_path / 'run'}"), message)
+
+
 CASES = {
     "no python": (["--config=README.md", "--workdir=W"], "is no configuration file; known: configs/base.py"),
     "no get_config": (["--config=configs/__init__.py", "--workdir=W"], "there is no get_config in it"),
@@ -110,13 +148,16 @@ CASES = {
     "bucket": ([SMALL[0], "--workdir=gs://bucket/run"], "a local or mounted folder is needed"),
     "no workdir": ([SMALL[0]], "--workdir is missing"),
     "unknown position": (["--config=configs/quickstart.py:dape_kerpel", "--workdir=W"], "did you mean 'dape_kerple'"),
-    "unknown field": ([SMALL[0], "--config.model.head=3", "--workdir=W"], "model.head is no field of the configuration"),
+    "unknown field": ([SMALL[0], "--config.model.head=3", "--workdir=W"], "model.head is no field"),
     "unknown section": ([SMALL[0], "--config.modle.width=3", "--workdir=W"], "did you mean 'model'"),
     "float for an integer": ([SMALL[0], "--config.training.steps=1.5", "--workdir=W"], "steps=1.5: int is needed"),
     "word for a number": ([SMALL[0], "--config.training.steps=many", "--workdir=W"], "steps=many: int is needed"),
     "value out of range": ([SMALL[0], "--config.training.steps=0", "--workdir=W"], "training.steps=0"),
     "width and heads": ([SMALL[0], "--config.model.num_heads=7", "--workdir=W"], "not divisible by num_heads=7"),
     "missing text": ([SMALL[0], *data("/nowhere"), "--workdir=W"], "data.path='/nowhere' does not exist"),
+    "unknown tokenizer": ([SMALL[0], "--config.data.tokenizer=gtp2", "--workdir=W"], "='gtp2' is unknown"),
+    "unknown dataset": ([SMALL[0], "--config.data.source=tfds", "--config.data.path=zzz", "--workdir=W"],
+                        "data.path='zzz' is no dataset that TFDS knows"),
     "wrong flag": ([SMALL[0], "--workdri=W"], "usage: python -m experiments.train"),
     "stray word": ([SMALL[0], "--workdir=W", "now"], "usage: python -m experiments.train"),
     "too long": ([SMALL[0], "--config.data.sequence_length=100000000", "--workdir=W"], "too few for one window"),

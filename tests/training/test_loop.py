@@ -8,6 +8,7 @@ import pytest
 from configs import base
 from dape_jax import config as config_lib
 from dape_jax import sharding
+from dape_jax.data import vocabulary
 from dape_jax.errors import UserError
 from dape_jax.training import checkpoint, loop, metrics, step
 from dape_jax.training import optimizer as optimizer_lib
@@ -118,6 +119,30 @@ def test_a_damaged_workdir_is_named(make, tmp_path):
         loop.train(make(steps=1), workdir, show_progress=False)
     with pytest.raises(UserError, match="is a file; give a folder"):
         run_lib.refuse_foreign(workdir / "config.json")
+
+
+def test_another_tokenizer_is_refused_and_a_moved_one_is_not(text_folder, tmp_path):
+    def run(tokenizer, **data):
+        mapping = base.get_config()
+        mapping.data.update(source="folder", path=str(text_folder), cache_dir=str(tmp_path / "cache"), **data)
+        mapping.data.tokenizer = str(tokenizer)
+        return run_lib.make_run(config_lib.from_mapping(mapping), show_progress=False)
+
+    for name, size in (("a.json", 280), ("other.json", 281)):
+        texts = (path.read_text() for path in sorted(text_folder.glob("*")))
+        (tmp_path / name).write_text(vocabulary.train_bpe(texts, size, show_progress=False))
+    shutil.copy(tmp_path / "a.json", tmp_path / "moved.json")
+    first = run(tmp_path / "a.json", packing="segments")
+    assert (first.model.vocab_size, first.segment_end) == (280, 0)
+    run_lib.claim(tmp_path / "run", first)
+    run_lib.claim(tmp_path / "run", run(tmp_path / "moved.json", packing="segments"))
+    for other, ids in ((tmp_path / "other.json", 281), ("bytes", 257)):
+        with pytest.raises(UserError, match=rf"with {ids} ids.* was trained with BPE 280 .* with 280 ids") as error:
+            run_lib.claim(tmp_path / "run", run(other, packing="segments"))
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="data.packing is 'segments' there and 'stream' here"):
+        run_lib.claim(tmp_path / "run", run(tmp_path / "a.json"))
+    assert run(tmp_path / "a.json").segment_end is None
 
 
 def test_a_batch_that_does_not_fit_the_devices_is_named_before_anything_is_written(make, tmp_path):

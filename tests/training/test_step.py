@@ -19,14 +19,14 @@ MODEL = TransformerConfig(
 OPTIMIZER = OptimizerSection(learning_rate=2e-3)
 
 
-def losses(mesh, steps=6, model=MODEL):
+def losses(mesh, steps=6, model=MODEL, end=None):
     rows = np.random.default_rng(0).integers(0, 32, (steps, 16, 25)).astype(np.int32)
     optimizer = optimizer_lib.make_optimizer(OPTIMIZER, steps)
     model = dataclasses.replace(model, batch_axes=sharding.BATCH_AXES)
     with jax.set_mesh(mesh):
         init, abstract = step_lib.init_state(model, optimizer, 0, mesh)
         state = init()
-        train_step = step_lib.compile_step(model, optimizer, abstract, mesh)
+        train_step = step_lib.compile_step(model, optimizer, abstract, mesh, end)
         out = []
         for batch in rows:
             state, metrics = train_step(state, sharding.put_rows(mesh, batch))
@@ -38,16 +38,18 @@ def losses(mesh, steps=6, model=MODEL):
     {"bias": KerpleLog(), "adapt": Adapt(width=8)},
     {"bias": FIRE(width=4, activation="leaky_relu"), "adapt": Adapt(per_head=True, width=4)},
     {"bias": None, "adapt": None, "rope_base": 1e4},
-], ids=["dape_kerple", "dape_fire_per_head", "rope"])  # fmt: skip
+    pytest.param({"end": 7}, marks=pytest.mark.slow),
+], ids=["dape_kerple", "dape_fire_per_head", "rope", "segments"])  # fmt: skip
 def test_eight_devices_give_the_losses_of_one(position):
-    model = dataclasses.replace(MODEL, **position)
+    end = position.get("end")
+    model = dataclasses.replace(MODEL, **{name: x for name, x in position.items() if name != "end"})
     one, eight = sharding.make_mesh(1, 1, jax.devices()[:1]), sharding.make_mesh(2, 4)
-    want, got = losses(one, model=model)[0], losses(eight, model=model)[0]
+    want, got = losses(one, model=model, end=end)[0], losses(eight, model=model, end=end)[0]
     assert relative_error(got, want) < 1e-5
     assert want[-1, 0] < want[0, 0]
     # Adam's first moment after one update is a tenth of the clipped gradient. (Later parameters differ more where a
     # gradient is zero up to rounding, since Adam scales it up.)
-    want, got = (jax.tree.leaves_with_path(losses(mesh, 1, model)[1].opt_state[1][0].mu) for mesh in (one, eight))
+    want, got = (jax.tree.leaves_with_path(losses(mesh, 1, model, end)[1].opt_state[1][0].mu) for mesh in (one, eight))
     for (path, w), (_, g) in zip(want, got, strict=True):
         assert np.linalg.norm(w) < 1e-7 or relative_error(g, w) < 1e-4, path
 
@@ -60,6 +62,34 @@ def test_first_loss_is_near_uniform_and_grad_norm_is_the_gradients():
     want, grads = jax.value_and_grad(lambda p: step_lib.loss_fn(MODEL, p, jnp.asarray(rows)))(params)
     assert np.isclose(loss, want, rtol=1e-5)
     assert np.isclose(norm, optax.tree.norm(grads), rtol=1e-5)
+
+
+@pytest.mark.parametrize("position", [
+    {"bias": KerpleLog(), "adapt": Adapt(width=8)}, {"bias": None, "adapt": None, "rope_base": 1e4},
+], ids=["dape_kerple", "rope"])  # fmt: skip
+def test_segments_give_each_document_the_loss_it_has_alone(position):
+    """The packed loss and gradient are those of the documents one by one, weighted by their targets."""
+    model = dataclasses.replace(MODEL, num_layers=1, **position)
+    params = step_lib.init_params(model, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    end = 31
+    rows = rng.integers(0, end, (3, 13)).astype(np.int32)
+    rows[0, 2::3] = rows[1, 4::5] = end  # documents of 3 in the first row, of 5 in the second, the last ones cut short
+
+    def packed(params):
+        return step_lib.loss_fn(model, params, jnp.asarray(rows), end)
+
+    def alone(params):
+        pieces = [rows[0, :12].reshape(4, 3), rows[1, :10].reshape(2, 5), rows[1:2, 10:], rows[2:]]
+        counts = [piece.shape[0] * (piece.shape[1] - 1) for piece in pieces]
+        losses = [step_lib.loss_fn(model, params, piece) * n for piece, n in zip(pieces, counts, strict=True)]
+        return sum(losses) / sum(counts)
+
+    (got, grads), (want, want_grads) = (jax.jit(jax.value_and_grad(f))(params) for f in (packed, alone))
+    assert np.isclose(got, want, rtol=1e-6)
+    for (path, g), w in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+        assert np.linalg.norm(w) < 1e-7 or relative_error(g, w) < 1e-4, path
+    assert abs(float(step_lib.loss_fn(model, params, rows)) - float(got)) > 1e-4  # the stream's loss is another
 
 
 @pytest.mark.parametrize("chunk", [7 * 3 * 11, 2**24, 1])
