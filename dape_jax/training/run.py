@@ -17,10 +17,11 @@ from dape_jax.errors import UserError
 from dape_jax.nn.transformer import TransformerConfig
 
 FREE = ("training.log_every", "training.checkpoint_every", "training.keep_checkpoints", "training.validate_every",
-        "training.validation_windows", "evaluation", "mesh", "data.cache_dir", "data.path",
-        "model.attention_backend")  # fmt: skip
+        "training.validation_windows", "training.accumulate", "training.tensorboard", "evaluation", "mesh",
+        "data.cache_dir", "data.path", "model.attention_backend", "model.remat")  # fmt: skip
 """Fields that a resumed run may change: they do not change what is computed, only where, how often and how fast.
-``data.path`` may move because the text itself is compared, by the hash of its tokens."""
+``data.path`` may move because the text itself is compared, by the hash of its tokens. ``training.accumulate`` goes
+with the number of devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +81,10 @@ def claim(workdir: Path, run: Run) -> None:
                 )
         return
     try:
-        if workdir.is_dir() and any(workdir.iterdir()):
+        partial = path.with_suffix(".partial")  # which a run that was killed right here has left
+        if workdir.is_dir() and any(other != partial for other in workdir.iterdir()):
             raise UserError(f"workdir {workdir} is not empty and holds no run of this program; use another workdir")
         workdir.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=1) + "\n")
         os.replace(partial, path)
     except OSError as e:

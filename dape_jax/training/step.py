@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from dape_jax import sharding
 from dape_jax.nn.transformer import TransformerConfig, TransformerLM
@@ -93,25 +94,73 @@ def loss_fn(config: TransformerConfig, params: Any, rows: jax.Array) -> jax.Arra
     return token_nll(model(rows[:, :-1]), params["head"]["kernel"], rows[:, 1:]).mean()
 
 
+def loss_and_grads(
+    config: TransformerConfig, params: Any, rows: jax.Array, microbatches: int = 1
+) -> tuple[jax.Array, Any]:
+    """The mean loss over rows [B, T + 1] and its gradient, computed ``microbatches`` parts of the rows at a time.
+
+    Microbatches are equally large, so the mean of their means is the mean over all rows. B is a multiple of
+    ``microbatches`` times the number of devices in the mesh.
+    """
+    loss_and_grad = jax.value_and_grad(functools.partial(loss_fn, config))
+    if microbatches == 1:
+        return loss_and_grad(params, rows)
+
+    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, loss_and_grad(params, part)), None
+
+    zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+    total, _ = jax.lax.scan(add, zeros, _split_rows(config.batch_axes, rows, microbatches))
+    return jax.tree.map(lambda x: x / microbatches, total)
+
+
+def _split_rows(axes: tuple[str, ...], rows: jax.Array, parts: int) -> jax.Array:
+    """[B, T] to [parts, B / parts, T]. Every part has rows of every device, which so keeps the rows that it holds."""
+    devices = jax.sharding.get_abstract_mesh().size if axes else 1
+    batch, length = rows.shape
+    cut = rows.reshape(devices, parts, batch // (devices * parts), length).swapaxes(0, 1)
+    cut = cut.reshape(parts, batch // parts, length)
+    return jax.lax.with_sharding_constraint(cut, PartitionSpec(None, axes)) if axes else cut
+
+
 def train_step(
-    config: TransformerConfig, optimizer: optax.GradientTransformation, state: TrainState, rows: jax.Array
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    microbatches: int,
+    state: TrainState,
+    rows: jax.Array,
+    step: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update; returns the next state and the loss and gradient norm before it."""
-    loss, grads = jax.value_and_grad(functools.partial(loss_fn, config))(state.params, rows)
+    """The update that follows ``step`` completed ones.
+
+    It is applied if its loss, gradient and change of the parameters are finite and if ``state`` has completed
+    ``step`` updates. Otherwise the state is returned as it was: so all that follow an update that was not applied
+    are not applied either, and a caller may look at the metrics later than it starts the next step.
+
+    Returns:
+      The next state, and ``loss`` and ``grad_norm`` before the update and the norm of the update itself.
+    """
+    loss, grads = loss_and_grads(config, state.params, rows, microbatches)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = project(config.bias, optax.apply_updates(state.params, updates))
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-    return TrainState(params, opt_state, state.step + 1), metrics
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
+    apply = jnp.stack([jnp.isfinite(x) for x in metrics.values()]).all() & (state.step == step)
+    after = TrainState(params, opt_state, state.step + 1)
+    return jax.tree.map(lambda new, old: jnp.where(apply, new, old), after, state), metrics
 
 
 def compile_step(
-    config: TransformerConfig, optimizer: optax.GradientTransformation, abstract: TrainState, mesh: Mesh
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
-    """``train_step`` for ``jax.jit`` over a mesh; the state passed in is donated."""
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    abstract: TrainState,
+    mesh: Mesh,
+    microbatches: int = 1,
+) -> Callable[[TrainState, jax.Array, np.ndarray], tuple[TrainState, dict[str, jax.Array]]]:
+    """``train_step`` under ``jax.jit`` over a mesh, a function of (state, rows, step); the state is donated."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(
-        functools.partial(train_step, config, optimizer),
-        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        functools.partial(train_step, config, optimizer, microbatches),
+        in_shardings=(shardings, sharding.batch_sharding(mesh), sharding.replicated(mesh)),
         out_shardings=(shardings, sharding.replicated(mesh)),
         donate_argnums=0,
     )
