@@ -22,6 +22,7 @@ def get_config(position: str = "dape_kerple") -> ConfigDict:
                 "t5": {"num_buckets": 32, "max_distance": 128},
                 "dtype": "auto",
                 "attention_backend": "auto",
+                "remat": "none",
             },
             "data": {
                 "source": "stdlib",
@@ -49,12 +50,14 @@ def get_config(position: str = "dape_kerple") -> ConfigDict:
             "training": {
                 "steps": 1000,
                 "batch_size": 32,
+                "accumulate": 1,
                 "seed": 0,
                 "log_every": 10,
                 "validate_every": 0,
                 "validation_windows": 64,
                 "checkpoint_every": 1000,
                 "keep_checkpoints": 2,
+                "tensorboard": False,
             },
             "evaluation": {"lengths": (128, 256, 512, 1024, 2048), "k": placeholder(int), "max_windows": 64},
             "mesh": {"data": -1, "fsdp": 1},

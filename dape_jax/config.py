@@ -53,7 +53,8 @@ class T5Section:
 class ModelSection:
     """A ``TransformerLM``. ``mlp_ratio`` times ``width`` is the feed-forward width.
 
-    ``dtype`` of activations: "auto" is bfloat16 on TPU and GPU and float32 on CPU.
+    ``dtype`` of activations: "auto" is bfloat16 on TPU and GPU and float32 on CPU. ``remat`` trades time for memory:
+    "none", "full" or "attention_saved"; see ``dape_jax.nn.transformer.REMAT``.
     """
 
     position: str
@@ -67,6 +68,7 @@ class ModelSection:
     t5: T5Section = T5Section()
     dtype: str = "auto"
     attention_backend: str = "auto"
+    remat: str = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +114,22 @@ class OptimizerSection:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSection:
-    """The loop. ``batch_size`` counts sequences over all devices. ``*_every`` are in steps; 0 is never."""
+    """The loop. ``batch_size`` counts sequences over all devices. ``*_every`` are in steps; 0 is never.
+
+    ``accumulate`` is the number of microbatches that a batch is computed in, one after the other: memory as for
+    ``batch_size / accumulate`` sequences. ``tensorboard`` writes the metrics as TensorBoard scalars too.
+    """
 
     steps: int
     batch_size: int
+    accumulate: int = 1
     seed: int = 0
     log_every: int = 10
     validate_every: int = 0
     validation_windows: int = 64
     checkpoint_every: int = 1000
     keep_checkpoints: int = 2
+    tensorboard: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +228,7 @@ def transformer(config: Config, vocab_size: int, platform: str, batch_axes: tupl
         dtype=dtype,
         backend=model.attention_backend,
         batch_axes=batch_axes,
+        remat=model.remat,
     )
 
 
@@ -297,7 +306,8 @@ def _check_ranges(config: Config) -> None:
     need("optimizer.eps", 0 < optimizer.eps < inf, "a positive number is needed")
     need("optimizer.weight_decay", 0 <= optimizer.weight_decay < inf, "a number of 0 or more is needed")
     need("optimizer.clip_norm", optimizer.clip_norm > 0, "a positive number is needed")
-    for name in ("steps", "batch_size", "log_every", "checkpoint_every", "keep_checkpoints", "validation_windows"):
+    for name in ("steps", "batch_size", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints",
+                 "validation_windows"):  # fmt: skip
         need(f"training.{name}", getattr(training, name) >= 1, "1 or more is needed")
     need("training.validate_every", training.validate_every >= 0, "0 (never) or more is needed")
     need("training.seed", 0 <= training.seed < 2**32, "an integer from 0 to 2**32 - 1 is needed")

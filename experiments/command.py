@@ -1,11 +1,13 @@
 """What the commands share: flags, overrides and errors, each answered in one line.
 
-Exit status: 0 done; 2 the input is wrong (one line, nothing written); 1 training stopped for another reason.
+Exit status: 0 done; 2 the input is wrong (one line, nothing written); 1 training stopped for another reason; 143 and
+130 stopped by SIGTERM and SIGINT.
 """
 
 import logging
 import re
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from dape_jax.errors import UserError, nearest
+from dape_jax.training.stop import Stopped
 
 FLAGS = flags.FLAGS
 
@@ -23,6 +26,10 @@ FLAGS = flags.FLAGS
 _DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "Start jax.distributed first: for runs on several hosts, the same command on each of them."
 )
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where there is nothing to save first."""
 
 
 def run(main: Callable[[list[str]], None], usage: str, positional: bool = False, config: bool = False) -> None:
@@ -43,16 +50,23 @@ def run(main: Callable[[list[str]], None], usage: str, positional: bool = False,
         return
     try:
         arguments = _parse(positional, config)
-        if _DISTRIBUTED.value:
-            _start_distributed()
     except (flags.Error, UserError) as e:
         sys.exit(_fail(f"{_one_line(e)}\nusage: {usage}", 2))
+    # Orbax logs the whole traceback of a save that failed, which is raised as well and answered in one line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
+        if _DISTRIBUTED.value:
+            _start_distributed()
+        # After the line above, which would put a handler of its own in the place of this one.
+        signal.signal(signal.SIGTERM, _terminate)
         main(arguments)
     except UserError as e:
         sys.exit(_fail(_one_line(e), 2))
-    except KeyboardInterrupt:
-        sys.exit(_fail("interrupted; a training run goes on from its latest checkpoint when started again", 130))
+    except Stopped as e:
+        sys.exit(_fail(_one_line(e), e.status))
+    except KeyboardInterrupt as e:
+        name, status = ("SIGTERM", 143) if isinstance(e, Terminated) else ("SIGINT", 130)
+        sys.exit(_fail(f"stopped by {name}; start the same command again to go on from what is saved", status))
 
 
 def config() -> ConfigDict:
@@ -85,6 +99,10 @@ def workdir(value: str | None) -> Path:
     if "://" in value:
         raise UserError(f"--workdir={value}: a local or mounted folder is needed, not the address of a bucket")
     return Path(value).expanduser()
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 def _parse(positional: bool, config: bool) -> list[str]:

@@ -17,6 +17,7 @@ from dape_jax.sharding import tree_sharding
 from dape_jax.training.checkpoint import Checkpoints, require_step
 from dape_jax.training.run import check_text, check_tokenizer, load_config, make_run, read_record
 from dape_jax.training.step import init_params
+from dape_jax.training.stop import deferred_signals
 from experiments import command
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
@@ -56,12 +57,14 @@ def main(_: list[str]) -> None:
     shardings = tree_sharding(run.mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     params = checkpoints.restore_params(step, abstract)
-    scores = extrapolation.score(run, params, plan, lengths, k, show_progress=jax.process_index() == 0)
-    result = report.make_report(run, plan, scores, k, _SPLIT.value, step, train_dtype=read_record(directory)["dtype"])
-    if jax.process_index() == 0:
-        report.print_table([result])
-        path = report.write_report(result, directory / "evaluation")
-        print(f"{path}\n{path.with_suffix('.png')}")
+    with deferred_signals() as stop:  # also while the report is written, which so is written whole
+        scores = extrapolation.score(run, params, plan, lengths, k, jax.process_index() == 0, stop)
+        train_dtype = read_record(directory)["dtype"]
+        result = report.make_report(run, plan, scores, k, _SPLIT.value, step, train_dtype)
+        if jax.process_index() == 0:
+            report.print_table([result])
+            path = report.write_report(result, directory / "evaluation")
+            print(f"{path}\n{path.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

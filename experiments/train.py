@@ -6,8 +6,11 @@ python -m experiments.train --config=configs/quickstart.py:dape_kerple --workdir
 from absl import flags
 
 from dape_jax import config as config_lib
-from dape_jax.training.loop import NonFiniteLoss, train
+from dape_jax.training.checkpoint import SaveFailed
+from dape_jax.training.loop import train
+from dape_jax.training.recorder import NonFiniteUpdate
 from dape_jax.training.run import make_run, refuse_foreign
+from dape_jax.training.stop import deferred_signals
 from experiments import command
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: configuration, metrics, checkpoints, reports.")
@@ -28,9 +31,12 @@ def main(_: list[str]) -> None:
     if run.tokens.left_out():
         print(run.tokens.left_out())
     try:
-        train(run, directory)
-    except NonFiniteLoss as e:
+        with deferred_signals() as stop:
+            train(run, directory, stop=stop)
+    except NonFiniteUpdate as e:
         command.stop(str(e))
+    except SaveFailed as e:
+        command.stop(f"{e}. Make room or mend the folder, and start the same command again to go on")
     print(f"trained to step {run.config.training.steps}; now: python -m experiments.evaluate --workdir={directory}")
 
 

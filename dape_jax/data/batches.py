@@ -6,6 +6,7 @@ resuming at step n means starting at n: nothing else is stored.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import grain.python as grain
 import numpy as np
@@ -32,8 +33,12 @@ class Windows:
         return self._count
 
     def __getitem__(self, index) -> np.ndarray:
-        start = self._first + int(index) * self._length
+        start = self.start(int(index))
         return np.asarray(self._tokens[start : start + self._length + 1], np.int32)
+
+    def start(self, index: int) -> int:
+        """Where the window begins in the cache's token array."""
+        return self._first + index * self._length
 
 
 def training_batches(
@@ -49,12 +54,37 @@ def training_batches(
     if batch_size % process_count:
         raise UserError(f"training.batch_size={batch_size} cannot be split over {process_count} processes")
     rows_per_process = batch_size // process_count
-    windows = grain.MapDataset.source(Windows(cache, "train", length)).seed(seed).shuffle().repeat()
+    windows = Windows(cache, "train", length)
+    order = _order(len(windows), seed)
 
     def batch(step: int) -> np.ndarray:
         first = step * batch_size + process_index * rows_per_process
-        return np.stack([np.asarray(windows[first + row]) for row in range(rows_per_process)])
+        return np.stack([windows[order[first + row]] for row in range(rows_per_process)])
 
     # Grain counts an endless dataset by the largest integer; the sum with first_step must stay below it.
     steps = grain.MapDataset.range(first_step, 2**40).map(batch)
     return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)))
+
+
+def row_origins(cache: TokenCache, length: int, batch_size: int, seed: int, batch: int) -> list[dict[str, Any]]:
+    """Where each row of global batch number ``batch`` comes from.
+
+    Returns:
+      For each row its number, ``documents``: the names of those that its tokens belong to, and ``offset``: the
+      position of its first token in the first of them.
+    """
+    windows = Windows(cache, "train", length)
+    order = _order(len(windows), seed)
+    names, bounds = cache.split_documents("train")
+    origins = []
+    for row in range(batch_size):
+        start = windows.start(int(order[batch * batch_size + row]))
+        first = int(np.searchsorted(bounds[:, 1], start, side="right"))
+        last = int(np.searchsorted(bounds[:, 1], start + length, side="right"))
+        origins.append({"row": row, "documents": names[first : last + 1], "offset": start - int(bounds[first, 0])})
+    return origins
+
+
+def _order(windows: int, seed: int) -> Any:
+    """The indices of windows in the order of training, shuffled anew each epoch, without end."""
+    return grain.MapDataset.range(windows).seed(seed).shuffle().repeat()

@@ -21,6 +21,7 @@ from dape_jax.errors import UserError
 from dape_jax.nn.transformer import TransformerConfig
 from dape_jax.training.run import Run
 from dape_jax.training.step import make_model, token_nll
+from dape_jax.training.stop import StopFlag, Stopped, agreed
 
 TOKENS_PER_DEVICE = 2**14
 """Tokens in one forward pass on a device; a length above it is one row a device."""
@@ -94,9 +95,19 @@ def plan_windows(cache: TokenCache, split: str, longest: int, k: int, max_window
 
 
 def score(
-    run: Run, params: Any, plan: WindowPlan, lengths: list[int], k: int, show_progress: bool = True
+    run: Run,
+    params: Any,
+    plan: WindowPlan,
+    lengths: list[int],
+    k: int,
+    show_progress: bool = True,
+    stop: StopFlag | None = None,
 ) -> dict[int, LengthScores]:
-    """Scores the windows of ``plan`` at every length."""
+    """Scores the windows of ``plan`` at every length.
+
+    Raises:
+      Stopped: ``stop`` was set on any process, which is looked at before each batch.
+    """
     windows = len(plan.end)
     scores = {}
     progress = tqdm(
@@ -110,6 +121,8 @@ def score(
             fn = _scorer(run.model, k, run.mesh)
             parts = []
             for first in range(0, windows, rows):
+                if stop is not None and (signal_number := agreed(stop.signal_number)):
+                    raise Stopped(signal_number, "before the report was written; start the same command again")
                 ends = plan.end[first : first + rows]
                 # The last batch is filled up with copies of its first row; their scores are dropped.
                 filled = np.concatenate([ends, np.full(rows - len(ends), ends[0])])

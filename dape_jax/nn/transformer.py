@@ -9,8 +9,17 @@ from jax.sharding import PartitionSpec
 
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
-from dape_jax.errors import UserError
+from dape_jax.errors import UserError, nearest
 from dape_jax.nn.attention import Attention
+
+REMAT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "attention_saved": jax.checkpoint_policies.save_only_these_names("dape_attention_out", "dape_attention_lse"),
+}
+"""Rematerialisation of a block. "none" keeps all that its backward pass reads; "full" keeps the block's input and runs
+the block again; "attention_saved" keeps the attention's output and log-sum-exp as well, which is all that the
+attention's own backward pass needs, so that everything but the attention is computed again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +36,7 @@ class TransformerConfig:
       dtype: of the activations, "float32" or "bfloat16".
       backend: of ``dape_attention``.
       batch_axes: mesh axes over which the batch is split inside attention; () without a mesh.
+      remat: what the backward pass computes again instead of keeping, a key of ``REMAT``.
     """
 
     vocab_size: int
@@ -40,6 +50,7 @@ class TransformerConfig:
     dtype: str = "float32"
     backend: str = "auto"
     batch_axes: tuple[str, ...] = ()
+    remat: str = "none"
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "num_heads", "width", "mlp_width"):
@@ -49,6 +60,8 @@ class TransformerConfig:
             raise UserError(f"width={self.width} is not divisible by num_heads={self.num_heads}")
         if self.rope_base is not None and (self.width // self.num_heads) % 2:
             raise UserError(f"width={self.width} / num_heads={self.num_heads} is odd; RoPE needs an even number")
+        if self.remat not in REMAT:
+            raise UserError(f"remat={self.remat!r} is unknown{nearest(self.remat, REMAT)}")
 
 
 def small_init(width: int) -> nnx.Initializer:
@@ -125,9 +138,13 @@ class TransformerLM(nnx.Module):
 
         axes = self.config.batch_axes
 
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def run(block: Block, x: jax.Array) -> jax.Array:
+        def step(block: Block, x: jax.Array) -> jax.Array:
             return _split_rows(block(x, positions, segment_ids), axes)
+
+        policy = REMAT[self.config.remat]
+        if policy is not None:
+            step = nnx.remat(step, prevent_cse=False, policy=policy)  # a scan's body is not subject to that CSE
+        run = nnx.scan(step, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
 
         # The table is gathered first: a lookup in one that is split along M would be resharded row by row.
         table = _split_rows(self.embed.embedding[...], axes, rows=False).astype(self.config.dtype)

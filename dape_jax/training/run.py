@@ -17,10 +17,11 @@ from dape_jax.errors import UserError
 from dape_jax.nn.transformer import TransformerConfig
 
 FREE = ("training.log_every", "training.checkpoint_every", "training.keep_checkpoints", "training.validate_every",
-        "training.validation_windows", "evaluation", "mesh", "data.cache_dir", "data.path",
-        "data.tokenizer")  # fmt: skip
+        "training.validation_windows", "training.accumulate", "training.tensorboard", "evaluation", "mesh",
+        "data.cache_dir", "data.path", "data.tokenizer", "model.remat")  # fmt: skip
 """Fields that a resumed run may change: they do not change what is computed, only where, how often and how fast.
-``data.path`` and ``data.tokenizer`` may move because the text and the tokenizer themselves are compared, by hashes."""
+``data.path`` and ``data.tokenizer`` may move because the text and the tokenizer themselves are compared, by hashes.
+``training.accumulate`` goes with the number of devices."""
 
 
 CONFIG_FILE = "config.json"

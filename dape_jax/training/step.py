@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from dape_jax import sharding
 from dape_jax.data.packing import segments
@@ -88,35 +89,92 @@ def token_nll(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Arr
     return jnp.moveaxis(nll, 0, 1).reshape(batch, -1)[:, :length]
 
 
-def loss_fn(config: TransformerConfig, params: Any, rows: jax.Array, end_of_document: int | None = None) -> jax.Array:
+def loss_fn(
+    config: TransformerConfig,
+    params: Any,
+    rows: jax.Array,
+    end_of_document: int | None = None,
+    targets: jax.Array | None = None,
+) -> jax.Array:
     """Mean negative log-likelihood over rows [B, T + 1]: every token but a row's first is a target.
 
     With ``end_of_document``, attention and positions stay within each document and its first token is no target
-    either.
+    either. ``targets`` is what to divide the sum by, where the rows are a part of a batch; default their own number.
     """
     model = make_model(config, params)
-    inputs, targets, head = rows[:, :-1], rows[:, 1:], params["head"]["kernel"]
+    inputs, labels, head = rows[:, :-1], rows[:, 1:], params["head"]["kernel"]
+    targets = count_targets(rows, end_of_document) if targets is None else targets
     if end_of_document is None:
-        return token_nll(model(inputs), head, targets).mean()
+        return token_nll(model(inputs), head, labels).sum() / targets
     segment_ids, positions, weights = segments(inputs, end_of_document)
-    nll = token_nll(model(inputs, positions, segment_ids), head, targets)
-    return (nll * weights).sum() / jnp.maximum(weights.sum(), 1)
+    return (token_nll(model(inputs, positions, segment_ids), head, labels) * weights).sum() / targets
+
+
+def count_targets(rows: jax.Array, end_of_document: int | None) -> jax.Array:
+    """How many tokens of rows [B, T + 1] the loss counts, as float32; 1 where there are none."""
+    if end_of_document is None:
+        return jnp.asarray(rows.shape[0] * (rows.shape[1] - 1), jnp.float32)
+    return jnp.maximum(segments(rows[:, :-1], end_of_document)[2].sum(), 1).astype(jnp.float32)
+
+
+def loss_and_grads(
+    config: TransformerConfig, params: Any, rows: jax.Array, microbatches: int = 1, end_of_document: int | None = None
+) -> tuple[jax.Array, Any]:
+    """The mean loss over rows [B, T + 1] and its gradient, computed ``microbatches`` parts of the rows at a time.
+
+    Every part is divided by the targets of all rows, so the sum is the mean over all of them, however they are
+    spread. B is a multiple of ``microbatches`` times the number of devices in the mesh.
+    """
+    targets = count_targets(rows, end_of_document)
+
+    def loss(params: Any, part: jax.Array) -> jax.Array:
+        return loss_fn(config, params, part, end_of_document, targets)
+
+    loss_and_grad = jax.value_and_grad(loss)
+    if microbatches == 1:
+        return loss_and_grad(params, rows)
+
+    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, loss_and_grad(params, part)), None
+
+    zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.scan(add, zeros, _split_rows(config.batch_axes, rows, microbatches))[0]
+
+
+def _split_rows(axes: tuple[str, ...], rows: jax.Array, parts: int) -> jax.Array:
+    """[B, T] to [parts, B / parts, T]. Every part has rows of every device, which so keeps the rows that it holds."""
+    devices = jax.sharding.get_abstract_mesh().size if axes else 1
+    batch, length = rows.shape
+    cut = rows.reshape(devices, parts, batch // (devices * parts), length).swapaxes(0, 1)
+    cut = cut.reshape(parts, batch // parts, length)
+    return jax.lax.with_sharding_constraint(cut, PartitionSpec(None, axes)) if axes else cut
 
 
 def train_step(
     config: TransformerConfig,
     optimizer: optax.GradientTransformation,
+    microbatches: int,
+    end_of_document: int | None,
     state: TrainState,
     rows: jax.Array,
-    end_of_document: int | None = None,
+    step: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update; returns the next state and the loss and gradient norm before it."""
-    loss = functools.partial(loss_fn, config, end_of_document=end_of_document)
-    loss, grads = jax.value_and_grad(loss)(state.params, rows)
+    """The update that follows ``step`` completed ones.
+
+    It is applied if its loss, gradient and change of the parameters are finite and if ``state`` has completed
+    ``step`` updates. Otherwise the state is returned as it was: so all that follow an update that was not applied
+    are not applied either, and a caller may look at the metrics later than it starts the next step.
+
+    Returns:
+      The next state, and ``loss`` and ``grad_norm`` before the update and the norm of the update itself.
+    """
+    loss, grads = loss_and_grads(config, state.params, rows, microbatches, end_of_document)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = project(config.bias, optax.apply_updates(state.params, updates))
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-    return TrainState(params, opt_state, state.step + 1), metrics
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
+    apply = jnp.stack([jnp.isfinite(x) for x in metrics.values()]).all() & (state.step == step)
+    after = TrainState(params, opt_state, state.step + 1)
+    return jax.tree.map(lambda new, old: jnp.where(apply, new, old), after, state), metrics
 
 
 def compile_step(
@@ -124,13 +182,14 @@ def compile_step(
     optimizer: optax.GradientTransformation,
     abstract: TrainState,
     mesh: Mesh,
+    microbatches: int = 1,
     end_of_document: int | None = None,
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
-    """``train_step`` for ``jax.jit`` over a mesh; the state passed in is donated."""
+) -> Callable[[TrainState, jax.Array, np.int32], tuple[TrainState, dict[str, jax.Array]]]:
+    """``train_step`` under ``jax.jit`` over a mesh, a function of (state, rows, step); the state is donated."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(
-        functools.partial(train_step, config, optimizer, end_of_document=end_of_document),
-        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        functools.partial(train_step, config, optimizer, microbatches, end_of_document),
+        in_shardings=(shardings, sharding.batch_sharding(mesh), sharding.replicated(mesh)),
         out_shardings=(shardings, sharding.replicated(mesh)),
         donate_argnums=0,
     )

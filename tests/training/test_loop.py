@@ -10,31 +10,10 @@ from dape_jax import config as config_lib
 from dape_jax import sharding
 from dape_jax.data import vocabulary
 from dape_jax.errors import UserError
-from dape_jax.training import checkpoint, loop, metrics, step
+from dape_jax.training import checkpoint, loop, step
 from dape_jax.training import optimizer as optimizer_lib
 from dape_jax.training import run as run_lib
-
-
-@pytest.fixture
-def make(text_folder, tmp_path):
-    def make(position="dape_kerple", **training):
-        mapping = base.get_config(position)
-        mapping.model.update(num_layers=2, num_heads=2, width=16)
-        mapping.data.update(source="folder", path=str(text_folder), cache_dir=str(tmp_path / "cache"))
-        mapping.data.sequence_length = 32
-        mapping.training.update(steps=12, batch_size=8, log_every=4, checkpoint_every=4)
-        mapping.training.update(training)
-        return run_lib.make_run(config_lib.from_mapping(mapping), show_progress=False)
-
-    return make
-
-
-def lines(workdir):
-    return metrics.read_metrics(workdir / "metrics.jsonl")
-
-
-def losses(workdir):
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines(workdir) if "loss" in line}
+from tests.training.conftest import lines, losses
 
 
 def test_a_run_learns_and_leaves_its_record(make, tmp_path):
@@ -149,26 +128,6 @@ def test_a_batch_that_does_not_fit_the_devices_is_named_before_anything_is_writt
     with pytest.raises(UserError, match="training.batch_size=12 cannot be split over 8 devices"):
         loop.train(make(batch_size=12), tmp_path / "run", show_progress=False)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_checkpoint(make, tmp_path, monkeypatch):
-    original = loop.compile_step
-
-    def poisoned(*args):
-        step_fn = original(*args)
-
-        def run_step(state, rows):
-            state, measured = step_fn(state, rows)
-            bad = int(state.step) == 7
-            return state, {**measured, "loss": measured["loss"] * (float("nan") if bad else 1.0)}
-
-        return run_step
-
-    monkeypatch.setattr(loop, "compile_step", poisoned)
-    with pytest.raises(loop.NonFiniteLoss, match="loss nan .* at step 7; the latest checkpoint is of step 4"):
-        loop.train(make(), tmp_path / "run", show_progress=False)
-    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
-    assert checkpoint.Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
 
 
 def test_checkpoints_that_are_not_there_are_named(tmp_path):

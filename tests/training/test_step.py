@@ -19,17 +19,17 @@ MODEL = TransformerConfig(
 OPTIMIZER = OptimizerSection(learning_rate=2e-3)
 
 
-def losses(mesh, steps=6, model=MODEL, end=None):
+def losses(mesh, steps=6, model=MODEL, end=None, microbatches=1):
     rows = np.random.default_rng(0).integers(0, 32, (steps, 16, 25)).astype(np.int32)
     optimizer = optimizer_lib.make_optimizer(OPTIMIZER, steps)
     model = dataclasses.replace(model, batch_axes=sharding.BATCH_AXES)
     with jax.set_mesh(mesh):
         init, abstract = step_lib.init_state(model, optimizer, 0, mesh)
         state = init()
-        train_step = step_lib.compile_step(model, optimizer, abstract, mesh, end)
+        train_step = step_lib.compile_step(model, optimizer, abstract, mesh, microbatches, end)
         out = []
-        for batch in rows:
-            state, metrics = train_step(state, sharding.put_rows(mesh, batch))
+        for number, batch in enumerate(rows):
+            state, metrics = train_step(state, sharding.put_rows(mesh, batch), np.int32(number))
             out.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return np.asarray(out), jax.device_get(state)
 
@@ -155,3 +155,93 @@ def test_kerple_is_projected_after_an_update():
     assert optimizer_lib.project(ALiBi(), params) is params
     _, state = losses(sharding.make_mesh(1, 1, jax.devices()[:1]), steps=2)
     assert state.params["blocks"]["attention"]["bias"]["p"].min() >= np.float32(0.01)
+
+
+def first_moment(state):
+    return jax.tree.leaves_with_path(state.opt_state[1][0].mu)
+
+
+@pytest.mark.parametrize(("mesh", "end"), [((1, 1), None), ((2, 4), None), ((2, 4), 5)])
+def test_a_batch_in_microbatches_gives_the_step_of_the_whole_batch(mesh, end):
+    """With documents in segments too, where the microbatches have different numbers of targets."""
+    mesh = sharding.make_mesh(*mesh, jax.devices()[: mesh[0] * mesh[1]])
+    want, got = losses(mesh, end=end), losses(mesh, end=end, microbatches=2)
+    assert relative_error(got[0], want[0]) < 1e-5
+    assert not np.array_equal(got[0], want[0])  # it did take another way there
+    want, got = (first_moment(losses(mesh, 1, end=end, microbatches=n)[1]) for n in (1, 2))
+    for (path, w), (_, g) in zip(want, got, strict=True):
+        assert np.linalg.norm(w) < 1e-7 or relative_error(g, w) < 1e-5, path
+
+
+def test_microbatches_agree_with_optax_multisteps():
+    rows = np.random.default_rng(1).integers(0, 32, (16, 25)).astype(np.int32)
+    params = step_lib.init_params(MODEL, jax.random.key(0))
+    _, grads = step_lib.loss_and_grads(MODEL, params, jnp.asarray(rows), 4)
+    optimizer = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=4)
+    state, after = optimizer.init(params), params
+    for part in range(4):
+        own = jax.grad(lambda p, part=part: step_lib.loss_fn(MODEL, p, jnp.asarray(rows[4 * part : 4 * part + 4])))
+        updates, state = optimizer.update(own(params), state, after)
+        after = optax.apply_updates(after, updates)
+    for g, before, x in zip(*(jax.tree.leaves(t) for t in (grads, params, after)), strict=True):
+        assert np.allclose(x, before - g, rtol=1e-5, atol=1e-7)
+    assert float(optax.tree.norm(grads)) > 0.1
+
+
+def test_each_device_keeps_its_rows_in_microbatches():
+    mesh = sharding.make_mesh(8, 1)
+    model = dataclasses.replace(MODEL, batch_axes=sharding.BATCH_AXES)
+    optimizer = optimizer_lib.make_optimizer(OPTIMIZER, 4)
+    with jax.set_mesh(mesh):
+        _, abstract = step_lib.init_state(model, optimizer, 0, mesh)
+        rows = jax.ShapeDtypeStruct((32, 25), jnp.int32, sharding=sharding.batch_sharding(mesh))
+        compiled = step_lib.compile_step(model, optimizer, abstract, mesh, 4).lower(abstract, rows, np.int32(0))
+        text = compiled.compile().as_text()
+        parts = jax.jit(lambda x: step_lib._split_rows(sharding.BATCH_AXES, x, 4))(
+            sharding.put_rows(mesh, np.arange(32, dtype=np.int32)[:, None])
+        )
+    assert "all-reduce" in text  # of the gradients: the text is that of a program over several devices
+    assert not {"all-to-all", "collective-permute", "all-gather"} & set(text.replace("(", " ").split())
+    assert sorted(np.asarray(parts).ravel().tolist()) == list(range(32))
+    for shard in parts.addressable_shards:
+        assert set(np.asarray(shard.data).ravel() // 4) == {shard.device.id}
+
+
+def test_an_update_that_is_not_finite_is_not_applied_nor_are_those_after_it():
+    model, mesh = dataclasses.replace(MODEL, num_layers=1), sharding.make_mesh(1, 1, jax.devices()[:1])
+    optimizer = optimizer_lib.make_optimizer(OPTIMIZER, 4)
+    rows = sharding.put_rows(mesh, np.random.default_rng(0).integers(0, 32, (16, 25)).astype(np.int32))
+    with jax.set_mesh(mesh):
+        init, abstract = step_lib.init_state(model, optimizer, 0, mesh)
+        train_step = step_lib.compile_step(model, optimizer, abstract, mesh)
+        state, _ = train_step(init(), rows, np.int32(0))
+        good = jax.device_get(state)
+        head = state.params["head"]["kernel"]
+        state.params["head"]["kernel"] = head.at[0, 0].set(np.inf)
+        state, measured = train_step(state, rows, np.int32(1))
+        assert not np.isfinite(measured["loss"])
+        state.params["head"]["kernel"] = (
+            state.params["head"]["kernel"].at[0, 0].set(good.params["head"]["kernel"][0, 0])
+        )
+        state, measured = train_step(state, rows, np.int32(2))  # would be finite, but step 1 is missing
+        assert np.isfinite(measured["loss"])
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(good), strict=True):
+            assert np.array_equal(a, b)
+        state, _ = train_step(state, rows, np.int32(1))
+        assert int(state.step) == 2
+        assert not np.array_equal(state.params["head"]["kernel"], good.params["head"]["kernel"])
+
+
+def test_a_finite_gradient_whose_update_overflows_is_not_applied():
+    model, mesh = dataclasses.replace(MODEL, num_layers=1), sharding.make_mesh(1, 1, jax.devices()[:1])
+    config = OptimizerSection(learning_rate=3e38, warmup_fraction=0.0, weight_decay=10.0)
+    optimizer = optimizer_lib.make_optimizer(config, 4)
+    rows = sharding.put_rows(mesh, np.random.default_rng(0).integers(0, 32, (16, 25)).astype(np.int32))
+    with jax.set_mesh(mesh):
+        init, abstract = step_lib.init_state(model, optimizer, 0, mesh)
+        before = jax.device_get(init())
+        state, measured = step_lib.compile_step(model, optimizer, abstract, mesh)(init(), rows, np.int32(0))
+    assert np.isfinite([measured["loss"], measured["grad_norm"]]).all()
+    assert not np.isfinite(measured["update_norm"])
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+        assert np.array_equal(a, b)

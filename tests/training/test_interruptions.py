@@ -1,0 +1,273 @@
+"""Signals, damaged checkpoints and full disks: each run goes on to the losses of an unbroken one, bit for bit."""
+
+import json
+import logging
+import shutil
+import signal
+import subprocess
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from dape_jax.errors import UserError
+from dape_jax.training import checkpoint, loop, metrics, stop, validation
+from dape_jax.training.checkpoint import Checkpoints, SaveFailed
+from dape_jax.training.step import init_params
+from dape_jax.training.stop import Stopped, deferred_signals
+from tests.training.conftest import losses, validations
+
+UNBROKEN = []
+
+
+@pytest.fixture
+def small(make):
+    """A function that makes the run of this file, which validates every 3 steps, on one batch."""
+    return lambda: make("rope", validate_every=3, validation_windows=8)
+
+
+@pytest.fixture
+def straight(small, tmp_path):
+    """Losses, validation losses and last state of the unbroken run, computed once."""
+    if not UNBROKEN:
+        state = loop.train(small(), tmp_path / "straight", show_progress=False)
+        UNBROKEN.append((losses(tmp_path / "straight"), validations(tmp_path / "straight"), jax.device_get(state)))
+    return UNBROKEN[0]
+
+
+def finish(run, workdir, straight):
+    """Goes on with a run and compares all of it with the unbroken one."""
+    state = loop.train(run, workdir, show_progress=False)
+    assert losses(workdir) == straight[0]
+    assert validations(workdir) == straight[1]
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(straight[2]), strict=True):
+        assert np.array_equal(a, b)
+    assert not list((workdir / "checkpoints").glob("*tmp*"))
+
+
+def train_until_stopped(run, workdir):
+    with deferred_signals() as flag, pytest.raises(Stopped) as error:
+        loop.train(run, workdir, show_progress=False, stop=flag)
+    return error.value
+
+
+def after(count, monkeypatch, owner, name, action):
+    """Has ``owner.name`` call ``action`` first, on its ``count``-th call."""
+    original, calls = getattr(owner, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == count:
+            action()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+MOMENTS = {
+    "in warm-up": (1, loop, "compile_step", 1),
+    "before a step": (6, loop.sharding, "put_rows", 6),
+    "before a validation's batch": (2, validation, "agreed", 6),
+    "in a save": (1, Checkpoints, "save", 5),
+}
+"""Where a signal arrives: which call of what, and the step that is then saved."""
+
+
+@pytest.mark.parametrize(("moment", "number"), [*((m, signal.SIGTERM) for m in MOMENTS), ("in a save", signal.SIGINT)])
+def test_a_signal_saves_the_step_at_hand(moment, number, small, tmp_path, straight, monkeypatch):
+    count, owner, name, step = MOMENTS[moment]
+    with monkeypatch.context() as patch:
+        after(count, patch, owner, name, lambda: signal.raise_signal(number))
+        stopped = train_until_stopped(small(), tmp_path / "run")
+    assert stopped.status == 128 + number
+    assert str(stopped) == (
+        f"stopped by {number.name} after step {step} of 12, which is saved; start the same command again to go on"
+    )
+    assert Checkpoints(tmp_path / "run" / "checkpoints").latest() == step
+    assert max(losses(tmp_path / "run")) == step
+    finish(small(), tmp_path / "run", straight)
+
+
+def test_a_signal_in_the_last_step_lets_the_run_finish_and_one_in_its_validation_owes_that(
+    small, make, tmp_path, straight, monkeypatch
+):
+    with monkeypatch.context() as patch, deferred_signals() as flag:
+        after(12, patch, loop.sharding, "put_rows", lambda: signal.raise_signal(signal.SIGTERM))
+        loop.train(make("rope"), tmp_path / "plain", show_progress=False, stop=flag)
+    assert losses(tmp_path / "plain") == straight[0]
+    with monkeypatch.context() as patch:
+        after(4, patch, validation, "agreed", lambda: signal.raise_signal(signal.SIGTERM))
+        stopped = train_until_stopped(small(), tmp_path / "run")
+    assert "after step 12 of 12" in str(stopped)
+    assert sorted(validations(tmp_path / "run")) == [3, 6, 9]
+    with monkeypatch.context() as patch:  # and again, in the validation that is made up for
+        after(1, patch, validation, "agreed", lambda: signal.raise_signal(signal.SIGTERM))
+        assert "after step 12 of 12" in str(train_until_stopped(small(), tmp_path / "run"))
+    finish(small(), tmp_path / "run", straight)
+
+
+def test_a_second_interrupt_does_not_wait_and_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with deferred_signals() as flag:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert flag.signal_number == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    flags = []
+
+    def elsewhere():
+        with deferred_signals() as flag:
+            flags.append(flag.signal_number)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert flags == [0]
+
+
+def test_processes_stop_when_one_of_them_is_asked_to(monkeypatch):
+    assert stop.agreed(0) == 0
+    assert stop.agreed(15) == 15
+    monkeypatch.setattr(stop.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(stop.multihost_utils, "process_allgather", lambda x: np.stack([np.int32(0), x, np.int32(15)]))
+    assert stop.agreed(0) == 15
+
+
+@pytest.fixture
+def log():
+    """The messages of the project's loggers."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("dape_jax")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def data_files(directory, item):
+    """The files of an item, the largest first."""
+    files = [p for p in (directory / item).rglob("*") if p.is_file()]
+    return sorted(files, key=lambda p: p.stat().st_size, reverse=True)
+
+
+DAMAGES = {
+    "truncated parameters": ("params", 0, lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2])),
+    "empty moments": ("optimizer", 0, lambda p: p.write_bytes(b"")),
+    "missing moments": ("optimizer", 0, lambda p: p.unlink()),
+    "truncated metadata": ("params", "_METADATA", lambda p: p.write_bytes(p.read_bytes()[:100])),
+    "no manifest": ("params", "manifest.ocdbt", lambda p: p.unlink()),
+    "no parameters at all": ("params", 0, lambda p: shutil.rmtree(p.parent.parent.parent)),
+}
+
+
+@pytest.fixture
+def trained(small, tmp_path):
+    """The folder of the run after 12 steps, with checkpoints of steps 8 and 12."""
+    loop.train(small(), tmp_path / "run", show_progress=False)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(damage, trained, small, straight, log):
+    item, which, break_ = DAMAGES[damage]
+    newest = trained / "checkpoints" / "12"
+    break_(data_files(newest, item)[which] if isinstance(which, int) else newest / item / which)
+    finish(small(), trained, straight)
+    said = [m for m in log if "cannot be restored" in m]
+    assert len(said) == 1
+    assert said[0].startswith("the checkpoint of step 12 cannot be restored (")
+    assert said[0].endswith(f"it is now {trained}/damaged_checkpoints/12, and the run goes on from step 8")
+    assert "\n" not in said[0]
+    assert (trained / "damaged_checkpoints" / "12").is_dir()
+
+
+def test_where_no_checkpoint_can_be_restored_the_run_is_refused_and_nothing_moved(trained, small):
+    for step in (8, 12):
+        data_files(trained / "checkpoints" / str(step), "params")[0].unlink()
+    before = sorted(trained.rglob("*"))
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be restored \(step 12: .*; step 8: ") as error:
+        loop.train(small(), trained, show_progress=False)
+    assert "\n" not in str(error.value)
+    assert sorted(trained.rglob("*")) == before
+    shapes = jax.eval_shape(lambda: init_params(small().model, jax.random.key(0)))
+    with pytest.raises(UserError, match=r"step 12 .* cannot be restored .*; there are also steps \[8\]"):
+        Checkpoints(trained / "checkpoints").restore_params(12, shapes)
+
+
+def no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_save_that_cannot_start_stops_the_run_and_the_latest_checkpoint_stays(small, tmp_path, straight, monkeypatch):
+    with monkeypatch.context() as patch:
+        after(2, patch, checkpoint.ocp.args, "JsonSave", no_space)
+        with pytest.raises(SaveFailed) as error:
+            loop.train(small(), tmp_path / "run", show_progress=False)
+    assert str(error.value) == (
+        "the checkpoint of step 8 cannot be written: no space left on device; the latest is that of step 4"
+    )
+    finish(small(), tmp_path / "run", straight)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function that makes a file system of so many KiB."""
+    mounted = []
+
+    def mount(kib):
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        line = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+        if subprocess.run(line, capture_output=True, check=False).returncode:
+            pytest.skip("a small file system can only be mounted by root")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_on_a_full_disk_the_run_stops_and_goes_on_once_there_is_room(small, small_disk, straight):
+    """Room for the checkpoint of step 4 and its successor, but not for a third beside them."""
+    disk = small_disk(1200)
+    (disk / "other").write_bytes(b"x" * 500 * 1024)
+    with pytest.raises(
+        SaveFailed, match=r"step \d+ cannot be written: no space left on device; the latest is"
+    ) as error:
+        loop.train(small(), disk / "run", show_progress=False)
+    steps = Checkpoints(disk / "run" / "checkpoints").steps()
+    assert steps
+    assert str(error.value).endswith(f"the latest is that of step {steps[-1]}")
+    assert not list((disk / "run" / "checkpoints").glob("*tmp*"))
+    with pytest.raises(SaveFailed):  # still no room
+        loop.train(small(), disk / "run", show_progress=False)
+    (disk / "other").unlink()
+    finish(small(), disk / "run", straight)
+
+
+def test_workdir_of_a_run_killed_while_claiming_it_is_claimed_again(make, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.partial").write_text('{"conf')
+    loop.train(make("rope", steps=1), tmp_path / "run", show_progress=False)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["training"]["steps"] == 1
+    assert not (tmp_path / "run" / "config.partial").exists()
+
+
+def test_metrics_that_cannot_be_written_stop_the_run_in_one_line(small, tmp_path, straight, monkeypatch):
+    original = metrics.MetricsFile.write
+
+    def write(self, lines):
+        if lines[0]["step"] > 5:
+            raise OSError(28, "No space left on device")
+        original(self, lines)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.MetricsFile, "write", write)
+        with pytest.raises(SaveFailed, match="metrics cannot be written: No space left"):
+            loop.train(small(), tmp_path / "run", show_progress=False)
+    finish(small(), tmp_path / "run", straight)
