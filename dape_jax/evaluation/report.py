@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 import dape_jax
@@ -180,17 +181,21 @@ def print_table(reports: Sequence[dict[str, Any]]) -> None:
         tall.add_column(name, justify="right")
     for n in lengths:
         tall.add_row(str(n), *(cells.get((i, n), "") for i in range(len(reports))))
-    console = Console()
+    console, endless = _terminal(), Console(width=10_000)
+    needed = Measurement.get(endless, endless.options, wide).maximum
     if not console.is_terminal:  # a file or pipe has no width
-        console = Console(width=max(80, console.measure(wide).maximum))
-    fits = console.measure(wide).maximum <= console.width
-    console.print(wide if fits else tall)
+        console = Console(width=max(80, needed))
+    console.print(wide if needed <= console.width else tall)
     console.print(
         f"{first['text']['source']}, {first['text']['split']} split: {first['windows']} windows of "
         f"{first['documents_used']} documents, the same targets at every length; {first['documents_too_short']} of "
         f"{first['documents_in_split']} documents are shorter than the longest length and left out.",
         highlight=False,
     )
+
+
+def _terminal() -> Console:
+    return Console()
 
 
 def _cell(result: dict[str, Any]) -> str:

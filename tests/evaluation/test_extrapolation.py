@@ -192,7 +192,8 @@ def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
         "documents_used": 3, "documents_too_short": 1, "documents_in_split": 7,
         "text": {"source": "a text", "split": "test"},
     }  # fmt: skip
-    monkeypatch.setattr(report, "Console", lambda **_: Console(width=width, force_terminal=True, color_system=None))
+    terminal = Console(width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(report, "_terminal", lambda: terminal)
     report.print_table([{**common, "method": "DAPE-Kerple"}, {**common, "method": "RoPE"}])
     printed = capsys.readouterr().out
     assert "DAPE-Kerple" in printed
