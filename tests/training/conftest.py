@@ -12,12 +12,12 @@ from dape_jax.training import run as run_lib
 def make(text_folder, tmp_path):
     """A function from a position encoding and fields of the training section to a ``Run``."""
 
-    def make(position="dape_kerple", optimizer=(), **training):
+    def make(position="dape_kerple", optimizer=None, **training):
         mapping = base.get_config(position)
         mapping.model.update(num_layers=2, num_heads=2, width=16)
         mapping.data.update(source="folder", path=str(text_folder), cache_dir=str(tmp_path / "cache"))
         mapping.data.sequence_length = 32
-        mapping.optimizer.update(optimizer)
+        mapping.optimizer.update(optimizer or {})
         mapping.training.update(steps=12, batch_size=8, log_every=4, checkpoint_every=4)
         mapping.training.update(training)
         return run_lib.make_run(config_lib.from_mapping(mapping), show_progress=False)
