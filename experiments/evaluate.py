@@ -49,7 +49,10 @@ def main(_: list[str]) -> None:
         scores = extrapolation.score(run, params, plan, lengths, k, jax.process_index() == 0, stop)
         result = report.make_report(run, plan, scores, k, _SPLIT.value, step)
         if jax.process_index() == 0:
-            path = report.write_report(result, directory / "evaluation")
+            try:
+                path = report.write_report(result, directory / "evaluation")
+            except OSError as e:
+                command.stop(f"the report in {directory / 'evaluation'} cannot be written: {e.strerror or e}")
             report.print_table([result])
             print(f"{path}\n{path.with_suffix('.png')}")
 

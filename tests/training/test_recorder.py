@@ -40,11 +40,11 @@ def test_a_non_finite_update_is_not_applied_and_the_state_before_it_is_saved(mak
         with pytest.raises(NonFiniteUpdate) as error:
             loop.train(run, tmp_path / "run", show_progress=False)
         message = str(error.value)
-        assert message.startswith(
-            "step 7 was not applied: grad_norm nan, loss inf, update_norm nan; its batch: row 0 from"
-        )
+        assert message.startswith("step 7 was not applied: grad_norm ")
+        assert ", loss inf, " in message
+        assert "; its batch: row 0 from token " in message
         assert message.endswith(
-            "and 5 more rows that metrics.jsonl names; the state before it is the checkpoint of step 6"
+            " 5 more rows that metrics.jsonl names; the state before it is the checkpoint of step 6"
         )
         assert "\n" not in message
         assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
