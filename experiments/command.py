@@ -4,14 +4,16 @@ Exit status: 0 done; 2 the input is wrong (one line, nothing written); 1 trainin
 130 stopped by SIGTERM and SIGINT.
 """
 
+import inspect
 import logging
 import re
 import runpy
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import flags
@@ -52,8 +54,7 @@ def run(main: Callable[[list[str]], None], usage: str, positional: bool = False,
         arguments = _parse(positional, config)
     except (flags.Error, UserError) as e:
         sys.exit(_fail(f"{_one_line(e)}\nusage: {usage}", 2))
-    # Orbax logs the whole traceback of a save that failed, which is raised as well and answered in one line.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    _quieten_orbax()
     try:
         if _DISTRIBUTED.value:
             _start_distributed()
@@ -76,7 +77,7 @@ def config() -> ConfigDict:
     return FLAGS.config
 
 
-def stop(message: str) -> None:
+def stop(message: str) -> NoReturn:
     """Ends the command with status 1 and one line."""
     sys.exit(_fail(message, 1))
 
@@ -103,6 +104,23 @@ def workdir(value: str | None) -> Path:
 
 def _terminate(*_: object) -> None:
     raise Terminated
+
+
+def _quieten_orbax() -> None:
+    """Leaves out what Orbax prints besides about a save or a restore that failed, which is answered in one line.
+
+    It logs the traceback that it raises as well, and abandons coroutines, which say so when they are collected.
+    """
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        closed = isinstance(error, RuntimeError) and "Event loop is closed" in str(error)
+        if not closed and not inspect.iscoroutine(unraisable.object):
+            sys.__unraisablehook__(unraisable)
+
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    sys.unraisablehook = hook
 
 
 def _parse(positional: bool, config: bool) -> list[str]:

@@ -63,7 +63,10 @@ def main(_: list[str]) -> None:
         result = report.make_report(run, plan, scores, k, _SPLIT.value, step, train_dtype)
         if jax.process_index() == 0:
             report.print_table([result])
-            path = report.write_report(result, directory / "evaluation")
+            try:
+                path = report.write_report(result, directory / "evaluation")
+            except OSError as e:
+                command.stop(f"the report in {directory / 'evaluation'} cannot be written: {e.strerror or e}")
             print(f"{path}\n{path.with_suffix('.png')}")
 
 

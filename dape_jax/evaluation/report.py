@@ -104,8 +104,12 @@ def write_json(value: dict[str, Any], path: Path) -> None:
     """Writes a whole file or none. NaN (the standard error over one document) becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
-    os.replace(partial, path)
+    try:
+        partial.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _finite(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Signals, damaged checkpoints and full disks: each run goes on to the losses of an unbroken one, bit for bit."""
 
+import gc
 import json
 import logging
 import shutil
 import signal
-import subprocess
 import threading
 
 import jax
@@ -14,6 +14,7 @@ import pytest
 from dape_jax.errors import UserError
 from dape_jax.training import checkpoint, loop, metrics, stop, validation
 from dape_jax.training.checkpoint import Checkpoints, SaveFailed
+from dape_jax.training.recorder import Recorder
 from dape_jax.training.step import init_params
 from dape_jax.training.stop import Stopped, deferred_signals
 from tests.training.conftest import losses, validations
@@ -23,8 +24,8 @@ UNBROKEN = []
 
 @pytest.fixture
 def small(make):
-    """A function that makes the run of this file, which validates every 3 steps, on one batch."""
-    return lambda: make("rope", validate_every=3, validation_windows=8)
+    """A function that makes the run of this file, which validates every 3 steps, on two batches."""
+    return lambda: make("rope", validate_every=3, validation_windows=16)
 
 
 @pytest.fixture
@@ -67,8 +68,8 @@ def after(count, monkeypatch, owner, name, action):
 
 MOMENTS = {
     "in warm-up": (1, loop, "compile_step", 1),
-    "before a step": (6, loop.sharding, "put_rows", 6),
-    "before a validation's batch": (2, validation, "agreed", 6),
+    "after a step": (6, Recorder, "add", 6),
+    "in a validation": (3, validation, "agreed", 6),  # the first of the two batches of the second validation
     "in a save": (1, Checkpoints, "save", 5),
 }
 """Where a signal arrives: which call of what, and the step that is then saved."""
@@ -93,11 +94,11 @@ def test_a_signal_in_the_last_step_lets_the_run_finish_and_one_in_its_validation
     small, make, tmp_path, straight, monkeypatch
 ):
     with monkeypatch.context() as patch, deferred_signals() as flag:
-        after(12, patch, loop.sharding, "put_rows", lambda: signal.raise_signal(signal.SIGTERM))
+        after(12, patch, Recorder, "add", lambda: signal.raise_signal(signal.SIGTERM))
         loop.train(make("rope"), tmp_path / "plain", show_progress=False, stop=flag)
     assert losses(tmp_path / "plain") == straight[0]
     with monkeypatch.context() as patch:
-        after(4, patch, validation, "agreed", lambda: signal.raise_signal(signal.SIGTERM))
+        after(7, patch, validation, "agreed", lambda: signal.raise_signal(signal.SIGTERM))
         stopped = train_until_stopped(small(), tmp_path / "run")
     assert "after step 12 of 12" in str(stopped)
     assert sorted(validations(tmp_path / "run")) == [3, 6, 9]
@@ -171,6 +172,8 @@ def trained(small, tmp_path):
     return tmp_path / "run"
 
 
+# After a failed read TensorStore still calls back into Orbax's event loop, which is closed by then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(damage, trained, small, straight, log):
     item, which, break_ = DAMAGES[damage]
@@ -183,8 +186,10 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(damage, tr
     assert said[0].endswith(f"it is now {trained}/damaged_checkpoints/12, and the run goes on from step 8")
     assert "\n" not in said[0]
     assert (trained / "damaged_checkpoints" / "12").is_dir()
+    gc.collect()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
 def test_where_no_checkpoint_can_be_restored_the_run_is_refused_and_nothing_moved(trained, small):
     for step in (8, 12):
         data_files(trained / "checkpoints" / str(step), "params")[0].unlink()
@@ -211,43 +216,6 @@ def test_a_save_that_cannot_start_stops_the_run_and_the_latest_checkpoint_stays(
         "the checkpoint of step 8 cannot be written: no space left on device; the latest is that of step 4"
     )
     finish(small(), tmp_path / "run", straight)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A function that makes a file system of so many KiB."""
-    mounted = []
-
-    def mount(kib):
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        line = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
-        if subprocess.run(line, capture_output=True, check=False).returncode:
-            pytest.skip("a small file system can only be mounted by root")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_on_a_full_disk_the_run_stops_and_goes_on_once_there_is_room(small, small_disk, straight):
-    """Room for the checkpoint of step 4 and its successor, but not for a third beside them."""
-    disk = small_disk(1200)
-    (disk / "other").write_bytes(b"x" * 500 * 1024)
-    with pytest.raises(
-        SaveFailed, match=r"step \d+ cannot be written: no space left on device; the latest is"
-    ) as error:
-        loop.train(small(), disk / "run", show_progress=False)
-    steps = Checkpoints(disk / "run" / "checkpoints").steps()
-    assert steps
-    assert str(error.value).endswith(f"the latest is that of step {steps[-1]}")
-    assert not list((disk / "run" / "checkpoints").glob("*tmp*"))
-    with pytest.raises(SaveFailed):  # still no room
-        loop.train(small(), disk / "run", show_progress=False)
-    (disk / "other").unlink()
-    finish(small(), disk / "run", straight)
 
 
 def test_workdir_of_a_run_killed_while_claiming_it_is_claimed_again(make, tmp_path):
