@@ -155,7 +155,7 @@ def compile_step(
     abstract: TrainState,
     mesh: Mesh,
     microbatches: int = 1,
-) -> Callable[[TrainState, jax.Array, np.ndarray], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, jax.Array, np.int32], tuple[TrainState, dict[str, jax.Array]]]:
     """``train_step`` under ``jax.jit`` over a mesh, a function of (state, rows, step); the state is donated."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(
