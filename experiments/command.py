@@ -109,7 +109,7 @@ def _terminate(*_: object) -> None:
 def _quieten_orbax() -> None:
     """Leaves out what Orbax prints besides about a save or a restore that failed, which is answered in one line.
 
-    It logs the traceback that it raises as well, and abandons coroutines, which say so when they are collected.
+    It logs the traceback that it raises as well, and abandons coroutines and tasks, which say so when collected.
     """
 
     def hook(unraisable: Any) -> None:
@@ -118,7 +118,8 @@ def _quieten_orbax() -> None:
         if not closed and not inspect.iscoroutine(unraisable.object):
             sys.__unraisablehook__(unraisable)
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     sys.unraisablehook = hook
 

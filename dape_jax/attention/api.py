@@ -56,7 +56,8 @@ def dape_attention(
       adapt: the DAPE network, None for plain attention.
       adapt_params: its parameters, as ``adapt.init(key, Hq, bias is not None)`` returns them.
       causal: a query attends to keys with k_position <= q_position. Otherwise to all, with the distance |i - j|.
-      q_positions: int32 [Tq] or [B, Tq]; default the last Tq of 0 .. Tk-1.
+      q_positions: int32 [Tq] or [B, Tq]; default the last Tq of 0 .. Tk-1. Differences of
+        positions must stay below 2^31.
       k_positions: int32 [Tk] or [B, Tk]; default 0 .. Tk-1.
       q_segment_ids, k_segment_ids: int32 [B, Tq] and [B, Tk], both or neither; only equal ids attend to each other.
       k_valid: bool [B, Tk]; False marks padding, which nobody attends to.

@@ -70,18 +70,18 @@ class _Tiles(NamedTuple):
         return self.k, self.v, self.k_positions, self.k_segments, self.k_valid, self.is_key
 
 
-def _cut(x: Any, time_axis: int, block: int, rows: int | None, halo: int = 0) -> Any:
-    """Pads the time axis with zeros to whole blocks and moves block and row-group axes to the front.
+def _cut(x: Any, time_axis: int, block: int, rows: int | None, halo: int = 0, fill: int = 0) -> Any:
+    """Pads the time axis with ``fill`` to whole blocks and moves block and row-group axes to the front.
 
     The row axis is the one before the time axis; ``rows`` None keeps it whole, without a row-group axis. With ``halo``
-    the tiles overlap: each has so many entries more on both sides, zeros beyond the ends. None stays.
+    the tiles overlap: each has so many entries more on both sides, ``fill`` beyond the ends. None stays.
     """
     if x is None:
         return None
     count = -(-x.shape[time_axis] // block)
     padding = [(0, 0)] * x.ndim
     padding[time_axis] = (halo, count * block - x.shape[time_axis] + halo)
-    x = jnp.pad(x, padding)
+    x = jnp.pad(x, padding, constant_values=fill)
     if halo:
         index = jnp.arange(count)[:, None] * block + jnp.arange(block + 2 * halo)[None, :]
         x = jnp.take(x, index, axis=time_axis)
@@ -115,12 +115,11 @@ def _tiles(spec: Spec, arrays: Arrays, blocks: BlockSizes) -> _Tiles:
     k_length = arrays.k.shape[2]
     if k_valid is None and (k_length % blocks.k or halo):
         k_valid = jnp.ones((arrays.k.shape[1], k_length), bool)
-    q_positions = _cut(arrays.q_positions, 1, blocks.q, None)
     return _Tiles(
         q=_cut(arrays.q, 2, blocks.q, blocks.rows),
-        q_positions=q_positions,
+        q_positions=_cut(arrays.q_positions, 1, blocks.q, None),
         q_segments=_cut(arrays.q_segments, 1, blocks.q, blocks.rows),
-        key_range=_key_range(spec, q_positions, _cut(arrays.k_positions, 1, blocks.k, None)),
+        key_range=_key_range(spec, blocks, arrays),
         k=_cut_keys(spec, blocks, arrays.k),
         v=_cut(arrays.v, 2, blocks.k, blocks.rows),
         k_positions=_cut(arrays.k_positions, 1, blocks.k, None, halo),
@@ -130,16 +129,18 @@ def _tiles(spec: Spec, arrays: Arrays, blocks: BlockSizes) -> _Tiles:
     )
 
 
-def _key_range(spec: Spec, q_positions: jax.Array, k_positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _key_range(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """First and one past the last key tile that each query tile needs, int32 [n] each, from the positions in them.
 
-    Segments and padding restrict further, by the mask alone. Padded positions are zero, so they only widen a range.
+    Segments and padding restrict further, by the mask alone.
     """
-    n, m = q_positions.shape[0], k_positions.shape[0]
+    n, m = -(-arrays.q.shape[2] // blocks.q), -(-arrays.k.shape[2] // blocks.k)
     if not spec.causal:
         return jnp.zeros(n, jnp.int32), jnp.full(n, m, jnp.int32)
-    latest_query = q_positions.max(axis=(1, 2))
-    earliest_key = k_positions.min(axis=(1, 2))
+    # Padding takes no part: a query before all keys, a key after all queries.
+    limits = jnp.iinfo(jnp.int32)
+    latest_query = _cut(arrays.q_positions, 1, blocks.q, None, fill=limits.min).max(axis=(1, 2))
+    earliest_key = _cut(arrays.k_positions, 1, blocks.k, None, fill=limits.max).min(axis=(1, 2))
     needed = earliest_key[None, :] <= latest_query[:, None]
     index = jnp.broadcast_to(jnp.arange(m, dtype=jnp.int32)[None], (n, m))
     return (

@@ -5,7 +5,7 @@ a target once an epoch; Grain shuffles them anew each epoch by index. A process 
 resuming at step n means starting at n: nothing else is stored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain.python as grain
@@ -59,7 +59,7 @@ def training_batches(
 
     def batch(step: int) -> np.ndarray:
         first = step * batch_size + process_index * rows_per_process
-        return np.stack([windows[order[first + row]] for row in range(rows_per_process)])
+        return np.stack([windows[order(first + row)] for row in range(rows_per_process)])
 
     # Grain counts an endless dataset by the largest integer; the sum with first_step must stay below it.
     steps = grain.MapDataset.range(first_step, 2**40).map(batch)
@@ -78,13 +78,14 @@ def row_origins(cache: TokenCache, length: int, batch_size: int, seed: int, batc
     names, bounds = cache.split_documents("train")
     origins = []
     for row in range(batch_size):
-        start = windows.start(int(order[batch * batch_size + row]))
+        start = windows.start(order(batch * batch_size + row))
         first = int(np.searchsorted(bounds[:, 1], start, side="right"))
         last = int(np.searchsorted(bounds[:, 1], start + length, side="right"))
         origins.append({"row": row, "documents": names[first : last + 1], "offset": start - int(bounds[first, 0])})
     return origins
 
 
-def _order(windows: int, seed: int) -> Any:
-    """The indices of windows in the order of training, shuffled anew each epoch, without end."""
-    return grain.MapDataset.range(windows).seed(seed).shuffle().repeat()
+def _order(windows: int, seed: int) -> Callable[[int], int]:
+    """The n-th window of training: all in random order, shuffled anew each epoch, without end."""
+    order = grain.MapDataset.range(windows).seed(seed).shuffle().repeat()
+    return lambda n: int(np.asarray(order[n]))
