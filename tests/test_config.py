@@ -129,3 +129,21 @@ def test_bad_values_get_one_line(field, value, message):
 def test_a_missing_field_is_named():
     with pytest.raises(UserError, match=r"training.steps is missing"):
         config_lib.from_mapping({**base.get_config().to_dict(), "training": {"batch_size": 1}})
+
+
+def test_every_field_of_the_model_reaches_it():
+    def model(position, **sections):
+        mapping = base.get_config(position)
+        for name, value in sections.items():
+            mapping.model[name].update(value) if isinstance(value, dict) else mapping.model.update({name: value})
+        return config_lib.transformer(config_lib.from_mapping(mapping), 257, "cpu")
+
+    made = model(
+        "dape_fire", attention_backend="reference", mlp_ratio=3, dtype="bfloat16", remat="full", fire={"width": 6},
+        dape={"per_head": True, "width": 5, "variant": "concat", "kernel_width": 3},
+    )  # fmt: skip
+    assert (made.backend, made.mlp_width, made.dtype, made.remat) == ("reference", 384, "bfloat16", "full")
+    assert made.adapt == Adapt("concat", 5, True, 3)
+    assert made.bias == FIRE(width=6, init_length=128.0, activation="leaky_relu")
+    assert model("rope", rope_base=500.0).rope_base == 500.0
+    assert model("t5", t5={"max_distance": 99}).bias == T5Bias(32, 99)

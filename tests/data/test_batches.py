@@ -64,3 +64,15 @@ def test_bad_shapes_are_named(tokens):
         Windows(tokens, "train", 10**6)
     with pytest.raises(UserError, match="training.batch_size=9 cannot be split over 2 processes"):
         take(1, tokens, 32, 9, seed=0, first_step=0, process_count=2)
+
+
+def test_windows_stay_in_their_split(tokens):
+    for split in ("train", "validation", "test"):
+        first, last = tokens.split_bounds(split)
+        for length in (50, last - first - 1, (last - first) // 2):
+            windows = Windows(tokens, split, length)
+            assert np.array_equal(windows[0], tokens.tokens[first : first + length + 1])
+            assert first + len(windows) * length + 1 <= last
+            assert len(windows[len(windows) - 1]) == length + 1
+        with pytest.raises(UserError, match=f"the {split} split has"):
+            Windows(tokens, split, last - first)

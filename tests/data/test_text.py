@@ -158,3 +158,14 @@ def test_an_interrupted_build_leaves_nothing(text_folder, tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         build(text.folder(str(text_folder), "**/*"), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_other_fractions_or_tokenizers_make_another_cache(text_folder, tmp_path):
+    class Other(ByteTokenizer):
+        def describe(self):
+            return {**super().describe(), "name": "other"}
+
+    source, directory = text.load_source("folder", str(text_folder), "*"), tmp_path / "c"
+    caches = [build(source, directory), build(source, directory, 0.3), build(source, directory, 0.2, 0.3)]
+    caches.append(cache.open_or_build(source, Other(), directory, 0.2, 0.2, show_progress=False))
+    assert len({c.directory for c in caches}) == 4

@@ -201,3 +201,32 @@ def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
         assert str(n) in printed
         assert f"{10 + n:.2f}" + (" ± 0.25" if n > 64 else "") in printed
     assert "nan" not in printed
+
+
+class Documents:
+    """A split of documents of given lengths, end to end."""
+
+    def __init__(self, lengths):
+        ends = np.cumsum(lengths)
+        self.bounds = np.stack([np.r_[0, ends[:-1]], ends], axis=1)
+
+    def split_documents(self, split):
+        return [str(i) for i in range(len(self.bounds))], self.bounds
+
+
+def test_windows_are_spread_over_documents_and_within_them():
+    plan = extrapolation.plan_windows(Documents([1001] * 9), "test", longest=100, k=10, max_windows=3)
+    assert plan.names == ["0", "4", "8"]
+    plan = extrapolation.plan_windows(Documents([1001]), "test", longest=100, k=10, max_windows=3)
+    assert plan.end.tolist() == [1000, 550, 100]  # slots 0, 45 and 90 of 91
+
+
+def test_the_standard_error_is_over_documents(run):
+    plan = extrapolation.WindowPlan(["a", "b"], np.asarray([0, 0, 0, 1]), np.arange(4), 0)
+    nll = np.asarray([[1.0], [1.0], [1.0], [3.0]], np.float32)
+    made = report.make_report(run, plan, {8: extrapolation.LengthScores(nll, 4, 1.0)}, 1, "test", 7)
+    # The mean is 1.5; the residuals of the documents are 3 - 4.5 and 3 - 1.5.
+    assert np.isclose(made["results"][0]["nll_standard_error"], np.sqrt(2 * (1.5**2 + 1.5**2)) / 4)
+    for what in ("protocol", "k", "text", "tokenizer", "windows", "documents_used", "targets_sha256"):
+        with pytest.raises(UserError, match=f"cannot be compared: {what}"):
+            report.check_comparable([made, {**made, what: "other"}], ["a", "b"])

@@ -6,6 +6,7 @@ from flax import nnx
 
 from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, T5Bias, UserError, adapt, biases, dape_attention, rope
 from dape_jax.nn import DAPE, Attention, PositionBias, TransformerConfig, TransformerLM
+from dape_jax.nn import attention as attention_module
 from tests.conftest import relative_error
 
 SMALL = {"vocab_size": 31, "num_layers": 2, "num_heads": 4, "width": 16, "mlp_width": 32}
@@ -134,3 +135,32 @@ def test_bad_shapes_are_refused(kwargs, message):
     if "rope_base" not in kwargs and "num_heads" in kwargs:
         with pytest.raises(UserError, match=message):
             Attention(16, kwargs["num_heads"], rngs=nnx.Rngs(0))
+
+
+def test_packed_rows_equal_their_parts():
+    lm = model(bias=KerpleLog(), adapt=Adapt(width=4))
+    a, b = jnp.arange(5)[None], 7 + jnp.arange(6)[None]
+    positions, ids = jnp.r_[jnp.arange(5), jnp.arange(6)], jnp.asarray([[0] * 5 + [1] * 6], jnp.int32)
+    packed = lm(jnp.concatenate([a, b], 1), positions, ids)
+    assert relative_error(packed, jnp.concatenate([lm(a), lm(b)], 1)) < 1e-5
+
+
+def test_attention_passes_on_causal_and_backend(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(attention_module, "dape_attention", lambda q, k, v, **kwargs: seen.update(kwargs) or v)
+    Attention(16, 4, causal=False, backend="reference", rngs=nnx.Rngs(0))(jnp.zeros((1, 3, 16)))
+    assert (seen["causal"], seen["backend"]) == (False, "reference")
+
+
+def test_block_by_hand():
+    graphdef, state = nnx.split(model(bias=KerpleLog()).blocks)
+    block = nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))
+    x = 3 * jax.random.normal(jax.random.key(0), (1, 5, 16)) + 1
+
+    def norm(x):
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    y = x + block.attention(norm(x))
+    m = norm(y) @ block.mlp_in.kernel[...]
+    gelu = 0.5 * m * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (m + 0.044715 * m**3)))
+    assert relative_error(block(x), y + gelu @ block.mlp_out.kernel[...]) < 1e-5

@@ -133,3 +133,14 @@ def test_a_batch_that_does_not_fit_the_devices_is_named_before_anything_is_writt
 def test_checkpoints_that_are_not_there_are_named(tmp_path):
     with pytest.raises(UserError, match="holds no whole checkpoint yet"):
         checkpoint.require_step(checkpoint.Checkpoints(tmp_path / "none"), tmp_path, None)
+
+
+def test_the_loop_uses_the_seed_and_the_schedule(make, tmp_path, monkeypatch):
+    seen, original = [], loop.training_batches
+    monkeypatch.setattr(loop, "training_batches", lambda *a: (seen.append(a[3]), original(*a))[1])
+    run = make(seed=7, steps=3)
+    loop.train(run, tmp_path / "run", show_progress=False)
+    assert seen == [7]
+    rate = optimizer_lib.schedule(run.config.optimizer, 3)
+    for line in lines(tmp_path / "run"):
+        assert np.isclose(line["learning_rate"], float(rate(line["step"] - 1)))

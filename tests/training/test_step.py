@@ -245,3 +245,39 @@ def test_a_finite_gradient_whose_update_overflows_is_not_applied():
     assert not np.isfinite(measured["update_norm"])
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
         assert np.array_equal(a, b)
+
+
+def test_a_step_projects():
+    model = dataclasses.replace(MODEL, adapt=None)
+    optimizer = optax.sgd(100.0)
+    params = step_lib.init_params(model, jax.random.key(0))
+    state = step_lib.TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, 31, (4, 13)), jnp.int32)
+    after, _ = step_lib.train_step(model, optimizer, 1, None, state, rows, jnp.zeros((), jnp.int32))
+    bias = after.params["blocks"]["attention"]["bias"]
+    # The step is so large that some parameter must have been stopped by its bound.
+    assert min(bias["p"].min(), bias["a"].min()) == np.float32(0.01)
+
+
+def test_projection_leaves_other_parameters_alone():
+    params = {"blocks": {"mlp": {"bias": {"p": jnp.asarray([-1.0])}}}}
+    assert optimizer_lib.project(KerpleLog(), params)["blocks"]["mlp"]["bias"]["p"][0] == -1
+
+
+def test_adams_moments_use_their_decay():
+    config = OptimizerSection(
+        learning_rate=0.1, warmup_fraction=0.0, b1=0.5, b2=0.7, weight_decay=0.0, final_fraction=1.0
+    )
+    optimizer, params = optimizer_lib.make_optimizer(config, 10), {"bias": jnp.asarray([0.0])}
+    state, m, v = optimizer.init(params), 0.0, 0.0
+    for t, g in enumerate((0.3, -0.1, 0.2), start=1):
+        updates, state = optimizer.update({"bias": jnp.asarray([g])}, state, params)
+        m, v = 0.5 * m + 0.5 * g, 0.7 * v + 0.3 * g * g
+        want = -0.1 * (m / (1 - 0.5**t)) / (np.sqrt(v / (1 - 0.7**t)) + 1e-8)
+        assert np.isclose(updates["bias"][0], want, rtol=1e-5)
+
+
+def test_the_initial_state_depends_on_the_seed():
+    mesh, optimizer = sharding.make_mesh(1, 1, jax.devices()[:1]), optax.sgd(1.0)
+    a, b = (step_lib.init_state(MODEL, optimizer, seed, mesh)[0]().params["head"]["kernel"] for seed in (0, 1))
+    assert not np.array_equal(a, b)
