@@ -156,11 +156,11 @@ def _take_config(argv: Sequence[str]) -> list[str]:
     if file is None:
         return rest
     loaded = _load_config(file)
-    config_flags.DEFINE_config_dict("config", loaded, sys_argv=rest)
     for argument in rest:
         name = argument.lstrip("-").partition("=")[0]
         if name.startswith("config."):
             _field_type(loaded, name)
+    config_flags.DEFINE_config_dict("config", loaded, sys_argv=rest)
     return rest
 
 

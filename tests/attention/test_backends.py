@@ -131,7 +131,7 @@ def combinations():
         yield pytest.param(bias, adapt, causal, id=name, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("bias", "adapt", "causal"), combinations())
+@pytest.mark.parametrize(("bias", "adapt", "causal"), list(combinations()))
 def test_every_bias_with_every_network(bias, adapt, causal):
     arrays, cotangent = make(2, 19, 19, 4, 4, 8, bias, adapt)
     positions = np.arange(19)
