@@ -33,7 +33,6 @@ def poison(monkeypatch, rows):
 
 def test_a_non_finite_update_is_not_applied_and_the_state_before_it_is_saved(make, tmp_path, monkeypatch):
     run = make("rope")
-    whole = jax.device_get(loop.train(make("rope", steps=6, checkpoint_every=6), tmp_path / "six", False))
     batch = next(training_batches(run.tokens, 32, 8, 0, 6))
     with monkeypatch.context() as patch:
         poison(patch, batch[0])
@@ -58,7 +57,6 @@ def test_a_non_finite_update_is_not_applied_and_the_state_before_it_is_saved(mak
     loop.train(make("rope"), tmp_path / "run", show_progress=False)
     loop.train(make("rope"), tmp_path / "straight", show_progress=False)
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
-    assert int(whole.step) == 6
 
 
 def test_a_first_update_that_is_not_finite_leaves_no_checkpoint(make, tmp_path, monkeypatch):
