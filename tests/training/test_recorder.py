@@ -24,9 +24,9 @@ def poison(monkeypatch, rows):
     """Makes the loss of the batch whose first row is ``rows`` infinite."""
     original = step_lib.loss_fn
 
-    def loss_fn(config, params, batch):
+    def loss_fn(config, params, batch, *others):
         bad = (batch[0] == jnp.asarray(rows)).all()
-        return original(config, params, batch) * jnp.where(bad, jnp.inf, 1.0)
+        return original(config, params, batch, *others) * jnp.where(bad, jnp.inf, 1.0)
 
     monkeypatch.setattr(step_lib, "loss_fn", loss_fn)
 
