@@ -6,6 +6,7 @@ from flax import nnx
 
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
+from dape_jax.errors import UserError
 
 
 class _Parameters(nnx.Module):
@@ -50,7 +51,7 @@ class DAPE(_Parameters):
     def __call__(self, logits: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Corrected logits [B, H, Tq, Tk], in float32, from scaled logits of that shape and a bias [H, Tq, Tk]."""
         if (bias is not None) != self.has_bias:
-            raise adapt_lib.UserError(f"DAPE(has_bias={self.has_bias}) called with{'out' * (bias is None)} a bias")
+            raise UserError(f"DAPE(has_bias={self.has_bias}) called with{'out' * (bias is None)} a bias")
         s = jnp.swapaxes(logits, 0, 1).astype(jnp.float32)
         params = self.params()
         terms = adapt_lib.bias_terms(self.adapt, params, bias)

@@ -74,7 +74,7 @@ def wang_init(width: int, num_layers: int) -> nnx.Initializer:
     return nnx.initializers.normal(2 / (num_layers * width**0.5))
 
 
-def _split_rows(x: jax.Array, axes: tuple[str, ...], rows: bool = True) -> jax.Array:
+def _placed(x: jax.Array, axes: tuple[str, ...], rows: bool = True) -> jax.Array:
     """Keeps x split over the mesh by its first axis, or whole on every device; as it is without ``batch_axes``."""
     return jax.lax.with_sharding_constraint(x, PartitionSpec(axes) if rows else PartitionSpec()) if axes else x
 
@@ -139,7 +139,7 @@ class TransformerLM(nnx.Module):
         axes = self.config.batch_axes
 
         def step(block: Block, x: jax.Array) -> jax.Array:
-            return _split_rows(block(x, positions, segment_ids), axes)
+            return _placed(block(x, positions, segment_ids), axes)
 
         policy = REMAT[self.config.remat]
         if policy is not None:
@@ -147,8 +147,8 @@ class TransformerLM(nnx.Module):
         run = nnx.scan(step, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
 
         # The table is gathered first: a lookup in one that is split along M would be resharded row by row.
-        table = _split_rows(self.embed.embedding[...], axes, rows=False).astype(self.config.dtype)
-        return self.final_norm(run(self.blocks, _split_rows(table[tokens], axes)))
+        table = _placed(self.embed.embedding[...], axes, rows=False).astype(self.config.dtype)
+        return self.final_norm(run(self.blocks, _placed(table[tokens], axes)))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] from hidden states [..., M]."""
