@@ -1,6 +1,6 @@
 """Every field of a configuration with its default: what the other files start from.
 
-``dape_jax/config.py`` says what each field means and what it may hold.
+``dape_jax/config/sections.py`` says what each field means and what it may hold.
 """
 
 from ml_collections import ConfigDict
@@ -14,12 +14,16 @@ def get_config(position: str = "dape_kerple") -> ConfigDict:
                 "position": position,
                 "num_layers": 2,
                 "num_heads": 8,
+                "num_kv_heads": placeholder(int),
                 "width": 128,
                 "mlp_ratio": 4,
                 "rope_base": 10000.0,
                 "dape": {"variant": "concat_residual", "width": 32, "per_head": False, "kernel_width": 1},
                 "fire": {"width": 32, "init_length": placeholder(float)},
                 "t5": {"num_buckets": 32, "max_distance": 128},
+                "yarn": {"beta_fast": 32.0, "beta_slow": 1.0},
+                "learned": {"length": placeholder(int)},
+                "randomised": {"range": 2048},
                 "dtype": "auto",
                 "attention_backend": "auto",
                 "remat": "none",

@@ -11,6 +11,7 @@ from configs import base
 def get_config(position: str = "dape_kerple") -> ConfigDict:
     config = base.get_config(position)
     config.model.update(num_layers=12, num_heads=12, width=768)
+    config.model.randomised.range = 8192
     config.data.sequence_length = 512
     config.optimizer.update(learning_rate=6e-4)
     config.training.update(steps=50_000, batch_size=256, validate_every=5000, checkpoint_every=1000)

@@ -12,8 +12,13 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _strict_promotion(request):
-    """Implicit dtype and rank promotion raise in the tests of biases, rotary, DAPE network and attention."""
-    if "/attention/" not in str(request.path) and request.path.stem not in ("test_biases", "test_rotary", "test_adapt"):
+    """Implicit dtype and rank promotion raise in the tests of biases, rotary, absolute, DAPE network and attention."""
+    if "/attention/" not in str(request.path) and request.path.stem not in (
+        "test_biases",
+        "test_rotary",
+        "test_absolute",
+        "test_adapt",
+    ):
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

@@ -8,35 +8,48 @@ from flax import nnx
 
 from configs import base
 from dape_jax import config as config_lib
+from dape_jax.absolute import Learned, Sinusoidal
 from dape_jax.adapt import Adapt
 from dape_jax.biases import FIRE, ALiBi, KerpleLog, T5Bias
 from dape_jax.errors import UserError
 from dape_jax.nn import TransformerLM
+from dape_jax.rotary import RoPE, YaRN
 
 CONFIGS = sorted(p.stem for p in Path("configs").glob("*.py") if p.stem != "__init__")
-POSITIONS = [*config_lib.POSITIONS, *(f"dape_{name}" for name in config_lib.POSITIONS)]
+POSITIONS = [
+    f"{dape}{drawn}{name}" for dape in ("", "dape_") for drawn in ("", "randomised_") for name in config_lib.LABELS
+]
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_configuration_with_every_position_is_instantiated(name, position):
+@pytest.mark.parametrize(("name", "position"), [
+    *(("quickstart", position) for position in POSITIONS),
+    *((name, position) for name in CONFIGS for position in ("kerple_power", "dape_fire", "randomised_rope", "learned")
+      if name != "quickstart"),
+])  # fmt: skip
+def test_every_configuration_and_every_position_is_instantiated(name, position):
     mapping = importlib.import_module(f"configs.{name}").get_config(position)
     config = config_lib.from_mapping(mapping)
     model = config_lib.transformer(config, vocab_size=257, platform="cpu")
     shapes = nnx.eval_shape(lambda: TransformerLM(model, rngs=nnx.Rngs(0)))
-    hidden = jax.eval_shape(lambda m, t: m(t), shapes, jax.ShapeDtypeStruct((2, 16), "int32"))
+    tokens, key = jax.ShapeDtypeStruct((2, 16), "int32"), jax.eval_shape(lambda: jax.random.key(0))
+    hidden = jax.eval_shape(lambda m, t, k: m(t, key=k), shapes, tokens, key)
     assert hidden.shape == (2, 16, config.model.width)
     assert config_lib.from_mapping(json.loads(json.dumps(config_lib.to_dict(config)))) == config
+    assert model.random_range is None or model.random_range >= max(config.evaluation.lengths)
 
 
-def test_size_of_the_125m_model():
-    config = config_lib.from_mapping(importlib.import_module("configs.lm_125m").get_config("kerple"))
+@pytest.mark.parametrize(("name", "layers", "width", "heads", "millions"), [
+    ("lm_125m", 12, 768, 12, 125), ("lm_350m", 24, 1024, 16, 350), ("lm_2_7b", 32, 2560, 32, 2700),
+    ("lm_6_7b", 32, 4096, 32, 6700),
+])  # fmt: skip
+def test_sizes_of_the_papers_models(name, layers, width, heads, millions):
+    config = config_lib.from_mapping(importlib.import_module(f"configs.{name}").get_config("kerple"))
     model = config_lib.transformer(config, vocab_size=50257, platform="tpu")
     state = nnx.state(nnx.eval_shape(lambda: TransformerLM(model, rngs=nnx.Rngs(0))), nnx.Param)
     count = sum(x.size for x in jax.tree.leaves(state))
-    width, layers = 768, 12
-    by_hand = 2 * 50257 * width + layers * (12 * width**2 + 13 * width + 2 * 12) + 2 * width
+    by_hand = 2 * 50257 * width + layers * (12 * width**2 + 13 * width + 2 * heads) + 2 * width
     assert count == by_hand
+    assert 0.95 < (count - 50257 * width) / (1e6 * millions) < 1.05  # named without the untied output
     assert model.dtype == "bfloat16"
 
 
@@ -54,11 +67,11 @@ def test_positions_become_parts():
         config = base.get_config(position)
         config.model.update(model)
         model = config_lib.transformer(config_lib.from_mapping(config), 257, "cpu")
-        return model.bias, model.rope_base, model.adapt
+        return model.bias, model.rotary, model.adapt
 
     assert parts("nope") == (None, None, None)
-    assert parts("rope") == (None, 10000.0, None)
-    assert parts("dape_rope") == (None, 10000.0, Adapt())
+    assert parts("rope") == (None, RoPE(), None)
+    assert parts("dape_rope") == (None, RoPE(), Adapt())
     assert parts("alibi") == (ALiBi(), None, None)
     assert parts("dape_kerple", dape={"width": 8, "variant": "concat"}) == (KerpleLog(), None, Adapt("concat", 8))
     assert parts("t5", t5={"num_buckets": 8}) == (T5Bias(8), None, None)
@@ -108,6 +121,12 @@ BAD = [
     ("data.cache_dir", "", "data.cache_dir=''"),
     ("evaluation.k", 0, "evaluation.k=0"),
     ("mesh.data", 0, "mesh.data=0"),
+    ("model.num_kv_heads", 3, "num_kv_heads=3 does not divide num_heads=8"),
+    ("model.learned.length", 100, "model.learned.length=100: data.sequence_length=128 or more is needed"),
+    ("model.randomised.range", 127, "model.randomised.range=127: data.sequence_length=128 or more is needed"),
+    ("model.yarn.beta_slow", 0.0, "model.yarn.beta_slow=0.0"),
+    ("model.yarn.beta_fast", 1.0, "model.yarn.beta_fast=1.0: more than beta_slow"),
+    ("model.position", "randomized_rope", "did you mean 'randomised_rope'"),
     ("mesh", 4, "mesh=4: a section"),
 ]
 
@@ -131,6 +150,20 @@ def test_a_missing_field_is_named():
         config_lib.from_mapping({**base.get_config().to_dict(), "training": {"batch_size": 1}})
 
 
+def test_randomised_positions_reach_every_length_that_is_scored():
+    mapping = base.get_config("randomised_rope")
+    mapping.evaluation.lengths = (128, 4096)
+    with pytest.raises(UserError, match=r"evaluation.lengths=\(128, 4096\): lengths up to model.randomised.range=2048"):
+        config_lib.from_mapping(mapping)
+    mapping.evaluation.lengths, mapping.model.randomised.range = (128, 512), None
+    assert config_lib.transformer(config_lib.from_mapping(mapping), 257, "cpu").random_range == 4 * 128
+
+
+def test_labels():
+    got = [config_lib.method_label(p) for p in ("dape_kerple", "randomised_rope", "dape_randomised_alibi", "t5")]
+    assert got == ["DAPE-Kerple", "Randomised RoPE", "DAPE-randomised ALiBi", "T5 bias"]
+
+
 def test_every_field_of_the_model_reaches_it():
     def model(position, **sections):
         mapping = base.get_config(position)
@@ -145,5 +178,14 @@ def test_every_field_of_the_model_reaches_it():
     assert (made.backend, made.mlp_width, made.dtype, made.remat) == ("reference", 384, "bfloat16", "full")
     assert made.adapt == Adapt("concat", 5, True, 3)
     assert made.bias == FIRE(width=6, init_length=128.0, activation="leaky_relu")
-    assert model("rope", rope_base=500.0).rope_base == 500.0
+    assert model("rope", num_kv_heads=2).num_kv_heads == 2
+    yarn = model("yarn", yarn={"beta_fast": 16.0, "beta_slow": 2.0}, rope_base=500.0)
+    assert yarn.rotary == YaRN(500.0, 128, 1.0, 16.0, 2.0)
+    assert model("learned").absolute == Learned(128)
+    assert model("learned", learned={"length": 300}).absolute == Learned(300)
+    assert model("randomised_learned").absolute == Learned(2048)
+    assert model("sinusoidal").absolute == Sinusoidal()
+    drawn = model("dape_randomised_kerple", randomised={"range": 4096})
+    assert (drawn.bias, drawn.random_range, drawn.adapt) == (KerpleLog(), 4096, Adapt())
+    assert model("rope", rope_base=500.0).rotary == RoPE(500.0)
     assert model("t5", t5={"max_distance": 99}).bias == T5Bias(32, 99)

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = [
-    "errors", "biases", "rotary", "adapt", "attention", "nn", "data", "config", "sharding", "training", "evaluation",
+    "errors", "biases", "rotary", "absolute", "adapt", "attention", "nn", "data", "config", "sharding",
+    "training", "evaluation", "sampling",
 ]  # fmt: skip
 """A module imports only from those before it, and from its own package."""
 

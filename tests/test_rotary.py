@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dape_jax.errors import UserError
-from dape_jax.rotary import rope
+from dape_jax.rotary import RoPE, YaRN, rope
 from tests.conftest import relative_error
 
 
@@ -48,3 +48,38 @@ def test_rows_with_positions_of_their_own():
 def test_odd_dimension_is_refused():
     with pytest.raises(UserError, match="head dimension 3 is odd"):
         rope(jnp.zeros((1, 1, 1, 3)), jnp.asarray([0]))
+
+
+@pytest.mark.parametrize("case", ["a", "b", "c"])
+def test_yarn_equals_another_librarys(case):
+    golden = np.load("tests/golden/transformers_yarn_sinusoidal.npz")
+    d, base, train_length, scale = golden[f"{case}_args"]
+    yarn = YaRN(base, int(train_length), scale)
+    assert relative_error(yarn.frequencies(int(d)), golden[f"{case}_frequencies"]) < 1e-6
+    assert abs(yarn.magnitude - golden[f"{case}_magnitude"]) < 1e-12
+    x = jax.random.normal(jax.random.key(0), (1, 3, 2, int(d)))
+    assert (
+        relative_error(
+            jnp.linalg.norm(rope(x, jnp.arange(3), yarn), axis=-1), yarn.magnitude * jnp.linalg.norm(x, axis=-1)
+        )
+        < 1e-6
+    )
+
+
+def test_yarn_is_rope_up_to_the_training_length_and_scales_with_the_length_beyond():
+    yarn = YaRN(train_length=128)
+    assert np.allclose(yarn.for_length(100).frequencies(64), RoPE().frequencies(64), rtol=1e-15, atol=0)
+    assert yarn.for_length(128).magnitude == 1.0
+    assert yarn.for_length(1024) == YaRN(train_length=128, scale=8.0)
+    assert RoPE().for_length(1024) == RoPE()
+    fast, slow = YaRN(train_length=128, scale=8.0).frequencies(64)[[0, -1]]
+    assert (fast, slow * 8) == (1.0, pytest.approx(RoPE().frequencies(64)[-1]))
+
+
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"scale": 0.5}, "scale=0.5"), ({"scale": float("nan")}, "scale=nan"), ({"train_length": 0}, "train_length=0"),
+    ({"beta_fast": 1.0}, "slow below fast"), ({"base": -1.0}, "base=-1.0"),
+])  # fmt: skip
+def test_bad_yarn_is_refused(kwargs, message):
+    with pytest.raises(UserError, match=message):
+        YaRN(**kwargs)

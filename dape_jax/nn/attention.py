@@ -1,14 +1,24 @@
 """Multi-head self-attention with any position bias, rotary positions, and the DAPE network."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dape_jax import adapt as adapt_lib
-from dape_jax import biases, rotary
+from dape_jax import biases
 from dape_jax.attention import dape_attention
 from dape_jax.errors import UserError
 from dape_jax.nn.position import DAPE, PositionBias
+from dape_jax.rotary import RoPE, rope
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of the tokens read so far, each [B, C, N, d] for a capacity of C tokens and N key heads."""
+
+    k: jax.Array
+    v: jax.Array
 
 
 class Attention(nnx.Module):
@@ -17,9 +27,10 @@ class Attention(nnx.Module):
     Args:
       width: M, a multiple of ``num_heads``.
       num_heads: H.
+      num_kv_heads: N, heads of keys and values, each read by H / N query heads; default H.
       bias: additive position bias, or None.
       adapt: DAPE network, or None.
-      rope_base: base of rotary positions, None for none.
+      rotary: rotary positions, None for none.
       causal: whether a position attends only to itself and earlier ones.
       dtype: of the activations; parameters are float32.
       kernel_init, out_init: initialisers of q, k, v and of o; default LeCun normal, and that of q, k, v.
@@ -33,9 +44,10 @@ class Attention(nnx.Module):
         width: int,
         num_heads: int,
         *,
+        num_kv_heads: int | None = None,
         bias: biases.Bias | None = None,
         adapt: adapt_lib.Adapt | None = None,
-        rope_base: float | None = None,
+        rotary: RoPE | None = None,
         causal: bool = True,
         dtype: jnp.dtype = jnp.float32,
         kernel_init: nnx.Initializer | None = None,
@@ -44,21 +56,27 @@ class Attention(nnx.Module):
         batch_axes: tuple[str, ...] = (),
         rngs: nnx.Rngs,
     ):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if width % num_heads:
             raise UserError(f"width={width} is not divisible by num_heads={num_heads}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise UserError(f"num_heads={num_heads} is no multiple of num_kv_heads={num_kv_heads}")
         self.num_heads = num_heads
-        self.rope_base = rope_base
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = width // num_heads
+        self.rotary = rotary
         self.causal = causal
         self.backend = backend
         self.batch_axes = batch_axes
 
         kernel_init = kernel_init or nnx.initializers.lecun_normal()
 
-        def linear(init: nnx.Initializer) -> nnx.Linear:
-            return nnx.Linear(width, width, dtype=dtype, kernel_init=init, rngs=rngs)
+        def linear(out: int, init: nnx.Initializer) -> nnx.Linear:
+            return nnx.Linear(width, out, dtype=dtype, kernel_init=init, rngs=rngs)
 
-        self.q, self.k, self.v = linear(kernel_init), linear(kernel_init), linear(kernel_init)
-        self.o = linear(out_init or kernel_init)
+        self.q = linear(width, kernel_init)
+        self.k, self.v = (linear(num_kv_heads * self.head_dim, kernel_init) for _ in range(2))
+        self.o = linear(width, out_init or kernel_init)
         self.bias = None if bias is None else PositionBias(bias, num_heads, rngs=rngs)
         self.dape = None if adapt is None else DAPE(adapt, num_heads, has_bias=bias is not None, rngs=rngs)
 
@@ -66,12 +84,48 @@ class Attention(nnx.Module):
         self, x: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """Attends over x [B, T, M]; int32 positions [T] or [B, T], default 0 .. T-1; int32 segment_ids [B, T]."""
-        batch, length, width = x.shape
-        q, k, v = (f(x).reshape(batch, length, self.num_heads, -1) for f in (self.q, self.k, self.v))
         if positions is None:
-            positions = jnp.arange(length, dtype=jnp.int32)
-        if self.rope_base is not None:
-            q, k = (rotary.rope(x, positions, self.rope_base) for x in (q, k))
+            positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+        q, k, v = self._project(x, positions)
+        return self._attend(q, k, v, positions, positions, segment_ids)
+
+    def extend(
+        self, x: jax.Array, cache: KeyValues, index: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, KeyValues]:
+        """Attends from x [B, n, M], the tokens that follow those in the cache, to all of them: [B, n, M] and the cache.
+
+        Args:
+          x: the activations of the next n tokens.
+          cache: keys and values of the tokens before.
+          index: int32 [], how many those are; ``index + n`` must not exceed the capacity C.
+          positions: int32 [C], ascending: of all tokens that the cache can hold, so that causality alone hides the
+            entries that are still empty.
+        """
+        if not self.causal:
+            raise UserError("causal=False: attention that sees later tokens cannot be extended token by token")
+        own = jax.lax.dynamic_slice_in_dim(positions, index, x.shape[1])
+        q, *new = self._project(x, own)
+        old = (cache.k, cache.v)
+        k, v = (
+            jax.lax.dynamic_update_slice_in_dim(o, n.astype(o.dtype), index, 1) for o, n in zip(old, new, strict=True)
+        )
+        return self._attend(q, k, v, own, positions), KeyValues(k, v)
+
+    def _project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q, k, v = (f(x).reshape(*x.shape[:2], -1, self.head_dim) for f in (self.q, self.k, self.v))
+        if self.rotary is not None:
+            q, k = (rope(x, positions, self.rotary) for x in (q, k))
+        return q, k, v
+
+    def _attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        q_positions: jax.Array,
+        k_positions: jax.Array,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
         out = dape_attention(
             q,
             k,
@@ -81,11 +135,11 @@ class Attention(nnx.Module):
             adapt=None if self.dape is None else self.dape.adapt,
             adapt_params=None if self.dape is None else self.dape.params(),
             causal=self.causal,
-            q_positions=positions,
-            k_positions=positions,
+            q_positions=q_positions,
+            k_positions=k_positions,
             q_segment_ids=segment_ids,
             k_segment_ids=segment_ids,
             backend=self.backend,
             batch_axes=self.batch_axes,
         )
-        return self.o(out.reshape(batch, length, width))
+        return self.o(out.reshape(*out.shape[:2], -1))

@@ -1,9 +1,10 @@
-"""The position bias and the DAPE network as Flax modules: they own parameters, the formulas live elsewhere."""
+"""Position biases, absolute positions and the DAPE network as Flax modules: parameters here, formulas elsewhere."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dape_jax import absolute as absolute_lib
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
 from dape_jax.errors import UserError
@@ -56,3 +57,16 @@ class DAPE(_Parameters):
         params = self.params()
         terms = adapt_lib.bias_terms(self.adapt, params, bias)
         return jnp.swapaxes(adapt_lib.adapt_logits(self.adapt, params, s, terms), 0, 1)
+
+
+class PositionEmbedding(_Parameters):
+    """An absolute position embedding of ``width`` numbers; see ``dape_jax.absolute``."""
+
+    def __init__(self, absolute: absolute_lib.Absolute, width: int, *, rngs: nnx.Rngs):
+        self.absolute = absolute
+        self.width = width
+        self._set(absolute.init(rngs.params(), width))
+
+    def __call__(self, positions: jax.Array) -> jax.Array:
+        """float32 [..., width] from int32 positions [...]."""
+        return self.absolute.embed(self.params(), positions, self.width)

@@ -68,7 +68,9 @@ def train(run: Run, workdir: Path, show_progress: bool = True, stop: StopFlag | 
         )
         if first:
             _log.info("resuming at step %d of %d", first, training.steps)
-        step_fn = compile_step(run.model, optimizer, abstract, run.mesh, training.accumulate, run.segment_end)
+        step_fn = compile_step(
+            run.model, optimizer, abstract, run.mesh, training.accumulate, run.segment_end, training.seed
+        )
         of_run = (run.tokens, config.data.sequence_length, training.batch_size, training.seed)
         batches = training_batches(*of_run, first, jax.process_index(), jax.process_count())
         recorder = Recorder(

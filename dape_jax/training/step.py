@@ -38,6 +38,13 @@ def init_params(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(TransformerLM(config, rngs=nnx.Rngs(params=key)), nnx.Param))
 
 
+def abstract_params(config: TransformerConfig, mesh: Mesh) -> Any:
+    """Shapes and shardings of the parameters over ``mesh``, to restore a checkpoint into."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    shardings = sharding.tree_sharding(mesh, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
 def make_model(config: TransformerConfig, params: Any) -> TransformerLM:
     """The module with given parameters."""
     return nnx.merge(graph(config), nnx.State(jax.tree.map(nnx.Param, params)))
@@ -95,19 +102,21 @@ def loss_fn(
     rows: jax.Array,
     end_of_document: int | None = None,
     targets: jax.Array | None = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Mean negative log-likelihood over rows [B, T + 1]: every token but a row's first is a target.
 
     With ``end_of_document``, attention and positions stay within each document and its first token is no target
     either. ``targets`` is what to divide the sum by, where the rows are a part of a batch; default their own number.
+    ``key`` is for randomised positions.
     """
     model = make_model(config, params)
     inputs, labels, head = rows[:, :-1], rows[:, 1:], params["head"]["kernel"]
     targets = count_targets(rows, end_of_document) if targets is None else targets
     if end_of_document is None:
-        return token_nll(model(inputs), head, labels).sum() / targets
+        return token_nll(model(inputs, key=key), head, labels).sum() / targets
     segment_ids, positions, weights = segments(inputs, end_of_document)
-    return (token_nll(model(inputs, positions, segment_ids), head, labels) * weights).sum() / targets
+    return (token_nll(model(inputs, positions, segment_ids, key), head, labels) * weights).sum() / targets
 
 
 def count_targets(rows: jax.Array, end_of_document: int | None) -> jax.Array:
@@ -118,27 +127,39 @@ def count_targets(rows: jax.Array, end_of_document: int | None) -> jax.Array:
 
 
 def loss_and_grads(
-    config: TransformerConfig, params: Any, rows: jax.Array, microbatches: int = 1, end_of_document: int | None = None
+    config: TransformerConfig,
+    params: Any,
+    rows: jax.Array,
+    microbatches: int = 1,
+    end_of_document: int | None = None,
+    key: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """The mean loss over rows [B, T + 1] and its gradient, computed ``microbatches`` parts of the rows at a time.
 
     Every part is divided by the targets of all rows, so the sum is the mean over all of them, however they are
-    spread. B is a multiple of ``microbatches`` times the number of devices in the mesh.
+    spread. B is a multiple of ``microbatches`` times the number of devices in the mesh. Randomised positions are drawn
+    with ``key``, for each part anew.
     """
     targets = count_targets(rows, end_of_document)
 
-    def loss(params: Any, part: jax.Array) -> jax.Array:
-        return loss_fn(config, params, part, end_of_document, targets)
+    def loss(params: Any, part: jax.Array, key: jax.Array | None) -> jax.Array:
+        return loss_fn(config, params, part, end_of_document, targets, key)
 
     loss_and_grad = jax.value_and_grad(loss)
     if microbatches == 1:
-        return loss_and_grad(params, rows)
+        return loss_and_grad(params, rows, key)
 
-    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, loss_and_grad(params, part)), None
+    def add(total: Any, part: tuple[jax.Array, jax.Array | None]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, loss_and_grad(params, *part)), None
 
     zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
-    return jax.lax.scan(add, zeros, _split_rows(config.batch_axes, rows, microbatches))[0]
+    keys = None if key is None else jax.random.split(key, microbatches)
+    return jax.lax.scan(add, zeros, (_split_rows(config.batch_axes, rows, microbatches), keys))[0]
+
+
+def position_key(config: TransformerConfig, seed: int, step: jax.Array | int) -> jax.Array | None:
+    """The key that randomised positions are drawn with at ``step``; None for a model without them."""
+    return None if config.random_range is None else jax.random.fold_in(jax.random.key(seed), step)
 
 
 def _split_rows(axes: tuple[str, ...], rows: jax.Array, parts: int) -> jax.Array:
@@ -158,6 +179,7 @@ def train_step(
     state: TrainState,
     rows: jax.Array,
     step: jax.Array,
+    seed: int = 0,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The update that follows ``step`` completed ones.
 
@@ -168,7 +190,8 @@ def train_step(
     Returns:
       The next state, and ``loss`` and ``grad_norm`` before the update and the norm of the update itself.
     """
-    loss, grads = loss_and_grads(config, state.params, rows, microbatches, end_of_document)
+    key = position_key(config, seed, step)
+    loss, grads = loss_and_grads(config, state.params, rows, microbatches, end_of_document, key)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = project(config.bias, optax.apply_updates(state.params, updates))
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
@@ -184,11 +207,12 @@ def compile_step(
     mesh: Mesh,
     microbatches: int = 1,
     end_of_document: int | None = None,
+    seed: int = 0,
 ) -> Callable[[TrainState, jax.Array, np.int32], tuple[TrainState, dict[str, jax.Array]]]:
     """``train_step`` under ``jax.jit`` over a mesh, a function of (state, rows, step); the state is donated."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(
-        functools.partial(train_step, config, optimizer, microbatches, end_of_document),
+        functools.partial(train_step, config, optimizer, microbatches, end_of_document, seed=seed),
         in_shardings=(shardings, sharding.batch_sharding(mesh), sharding.replicated(mesh)),
         out_shardings=(shardings, sharding.replicated(mesh)),
         donate_argnums=0,

@@ -11,7 +11,7 @@ from dape_jax import sharding
 from dape_jax.data.batches import Windows
 from dape_jax.errors import UserError
 from dape_jax.training.run import Run
-from dape_jax.training.step import loss_fn
+from dape_jax.training.step import loss_fn, position_key
 from dape_jax.training.stop import StopFlag, agreed
 
 
@@ -31,7 +31,8 @@ def make_validation(run: Run, stop: StopFlag) -> Callable[[Any], float | None]:
         )
     chosen = np.stack([windows[int(i)] for i in np.linspace(0, len(windows) - 1, count)])
     rows = training.batch_size // training.accumulate
-    loss = jax.jit(functools.partial(loss_fn, run.model, end_of_document=run.segment_end))
+    key = position_key(run.model, training.seed, 0)  # one draw of randomised positions for all validations
+    loss = jax.jit(functools.partial(loss_fn, run.model, end_of_document=run.segment_end, key=key))
 
     def validate(params: Any) -> float | None:
         total = 0.0

@@ -4,15 +4,31 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, T5Bias, UserError, adapt, biases, dape_attention, rope
+from dape_jax import (
+    FIRE,
+    Adapt,
+    ALiBi,
+    KerpleLog,
+    Learned,
+    RoPE,
+    Sinusoidal,
+    T5Bias,
+    UserError,
+    adapt,
+    biases,
+    dape_attention,
+    rope,
+)  # fmt: skip
 from dape_jax.nn import DAPE, Attention, PositionBias, TransformerConfig, TransformerLM
 from dape_jax.nn import attention as attention_module
 from tests.conftest import relative_error
 
 SMALL = {"vocab_size": 31, "num_layers": 2, "num_heads": 4, "width": 16, "mlp_width": 32}
 POSITIONS = [
-    {}, {"rope_base": 1e4}, {"bias": ALiBi()}, {"bias": KerpleLog(), "adapt": Adapt()}, {"bias": T5Bias()},
-    {"bias": FIRE(activation="leaky_relu"), "adapt": Adapt(per_head=True)}, {"rope_base": 1e4, "adapt": Adapt()},
+    {}, {"rotary": RoPE()}, {"bias": ALiBi(), "num_kv_heads": 2}, {"bias": KerpleLog(), "adapt": Adapt()},
+    {"bias": T5Bias()},
+    {"bias": FIRE(activation="leaky_relu"), "adapt": Adapt(per_head=True)}, {"rotary": RoPE(), "adapt": Adapt()},
+    {"absolute": Learned(13)}, {"absolute": Sinusoidal()},
 ]  # fmt: skip
 
 
@@ -67,10 +83,10 @@ def test_attention_by_hand():
 
 
 def test_rotary_attention_by_hand():
-    attention = Attention(16, 4, rope_base=100.0, rngs=nnx.Rngs(0))
+    attention = Attention(16, 4, rotary=RoPE(100.0), rngs=nnx.Rngs(0))
     x, positions = jax.random.normal(jax.random.key(0), (1, 5, 16)), jnp.asarray([3, 4, 5, 6, 900])
     q, k, v = (f(x).reshape(1, 5, 4, 4) for f in (attention.q, attention.k, attention.v))
-    out = dape_attention(rope(q, positions, 100.0), rope(k, positions, 100.0), v, backend="reference")
+    out = dape_attention(rope(q, positions, RoPE(100.0)), rope(k, positions, RoPE(100.0)), v, backend="reference")
     assert relative_error(attention(x, positions), attention.o(out.reshape(1, 5, 16))) < 1e-6
 
 
@@ -127,12 +143,14 @@ def test_bfloat16_activations_and_float32_parameters():
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"num_heads": 3}, "width=16 is not divisible by num_heads=3"),
     ({"num_layers": 0}, "num_layers=0"),
-    ({"num_heads": 16, "rope_base": 1e4}, "RoPE needs an even number"),
+    ({"num_heads": 16, "rotary": RoPE()}, "RoPE needs an even number"),
+    ({"num_kv_heads": 3}, "num_kv_heads=3"),
+    ({"absolute": Learned(20), "random_range": 30}, "random_range=30: .* the learned table has 20"),
 ])  # fmt: skip
 def test_bad_shapes_are_refused(kwargs, message):
     with pytest.raises(UserError, match=message):
         TransformerConfig(**{**SMALL, **kwargs})
-    if "rope_base" not in kwargs and "num_heads" in kwargs:
+    if kwargs.keys() == {"num_heads"}:
         with pytest.raises(UserError, match=message):
             Attention(16, kwargs["num_heads"], rngs=nnx.Rngs(0))
 
@@ -143,6 +161,18 @@ def test_packed_rows_equal_their_parts():
     positions, ids = jnp.r_[jnp.arange(5), jnp.arange(6)], jnp.asarray([[0] * 5 + [1] * 6], jnp.int32)
     packed = lm(jnp.concatenate([a, b], 1), positions, ids)
     assert relative_error(packed, jnp.concatenate([lm(a), lm(b)], 1)) < 1e-5
+
+
+def test_grouped_heads_equal_repeated_ones():
+    grouped, full = (Attention(16, 4, num_kv_heads=n, bias=KerpleLog(), rngs=nnx.Rngs(0)) for n in (2, 4))
+    full.q, full.o, full.bias = grouped.q, grouped.o, grouped.bias
+    for name in ("k", "v"):
+        own, wide = getattr(grouped, name), getattr(full, name)
+        wide.kernel[...] = jnp.repeat(own.kernel[...].reshape(16, 2, 4), 2, axis=1).reshape(16, 16)
+        wide.bias[...] = jnp.repeat(own.bias[...].reshape(2, 4), 2, axis=0).ravel()
+    x = jax.random.normal(jax.random.key(0), (2, 7, 16))
+    assert relative_error(grouped(x), full(x)) < 1e-6
+    assert grouped.k.kernel.shape == (16, 8)
 
 
 def test_attention_passes_on_causal_and_backend(monkeypatch):

@@ -149,19 +149,33 @@ def log():
     logger.removeHandler(handler)
 
 
-def data_files(directory, item):
-    """The files of an item, the largest first."""
-    files = [p for p in (directory / item).rglob("*") if p.is_file()]
-    return sorted(files, key=lambda p: p.stat().st_size, reverse=True)
+def data_files(item):
+    """The files that hold arrays. Which of them holds which array differs from one save to the next."""
+    return [p for p in item.rglob("d/*") if p.is_file()]
+
+
+def truncate(item):
+    for p in data_files(item):
+        p.write_bytes(p.read_bytes()[: p.stat().st_size // 2])
+
+
+def empty(item):
+    for p in data_files(item):
+        p.write_bytes(b"")
+
+
+def remove(item):
+    for p in data_files(item):
+        p.unlink()
 
 
 DAMAGES = {
-    "truncated parameters": ("params", 0, lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2])),
-    "empty moments": ("optimizer", 0, lambda p: p.write_bytes(b"")),
-    "missing moments": ("optimizer", 0, lambda p: p.unlink()),
-    "truncated metadata": ("params", "_METADATA", lambda p: p.write_bytes(p.read_bytes()[:100])),
-    "no manifest": ("params", "manifest.ocdbt", lambda p: p.unlink()),
-    "no parameters at all": ("params", 0, lambda p: shutil.rmtree(p.parent.parent.parent)),
+    "truncated parameters": ("params", truncate),
+    "empty moments": ("optimizer", empty),
+    "missing moments": ("optimizer", remove),
+    "truncated metadata": ("params/_METADATA", lambda p: p.write_bytes(p.read_bytes()[:100])),
+    "no manifest": ("params/manifest.ocdbt", lambda p: p.unlink()),
+    "no parameters at all": ("params", shutil.rmtree),
 }
 
 
@@ -176,9 +190,8 @@ def trained(small, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(damage, trained, small, straight, log):
-    item, which, break_ = DAMAGES[damage]
-    newest = trained / "checkpoints" / "12"
-    break_(data_files(newest, item)[which] if isinstance(which, int) else newest / item / which)
+    item, break_ = DAMAGES[damage]
+    break_(trained / "checkpoints" / "12" / item)
     finish(small(), trained, straight)
     said = [m for m in log if "cannot be restored" in m]
     assert len(said) == 1
@@ -192,7 +205,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(damage, tr
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
 def test_where_no_checkpoint_can_be_restored_the_run_is_refused_and_nothing_moved(trained, small):
     for step in (8, 12):
-        data_files(trained / "checkpoints" / str(step), "params")[0].unlink()
+        remove(trained / "checkpoints" / str(step) / "params")
     before = sorted(trained.rglob("*"))
     with pytest.raises(UserError, match=r"no checkpoint in .* can be restored \(step 12: .*; step 8: ") as error:
         loop.train(small(), trained, show_progress=False)
