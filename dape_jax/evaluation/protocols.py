@@ -148,7 +148,7 @@ def make_plan(
         last = last if max_tokens is None else min(last, first + max_tokens)
         windows = [segments(first, last, length) for length in lengths]
         return Plan(protocol, split, None, {"max_tokens": max_tokens}, windows)
-    cap = {"max_windows": max_windows}
+    cap: dict[str, int | None] = {"max_windows": max_windows}
     if protocol == "official":
         bounds = cache.split_bounds(split)
         windows = [stream_windows(*bounds, length, k, max_windows) for length in lengths]
