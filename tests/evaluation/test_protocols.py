@@ -88,6 +88,13 @@ def test_every_token_is_a_target_once(tokens, length):
     assert plan.targets().sum() == tokens == plan.weights(0, len(plan)).sum()
 
 
+def test_padding_has_no_weight():
+    plan = windows.Windows(length=5, scored=3, start=np.zeros(4, int), inputs=np.asarray([5, 4, 3, 2]), available=4)
+    assert plan.weights(0, 4).tolist() == [[True] * 3, [True, True, False], [True, False, False], [False] * 3]
+    assert plan.weights(1, 3).tolist() == plan.weights(0, 4)[1:3].tolist()
+    assert plan.targets().tolist() == [3, 2, 1, 0]
+
+
 def test_the_end_of_a_document_stands_before_the_first_token():
     plan = windows.segments(0, 5, 3)
     assert plan.rows(np.arange(10, 20), 0, 3, before=99).tolist() == [[99, 10, 11, 12], [12, 13, 14, 0], [0, 0, 0, 0]]
