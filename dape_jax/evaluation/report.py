@@ -290,7 +290,9 @@ def _footer(reports: Sequence[dict[str, Any]]) -> str:
         for length, r in sorted(results.items())
     ]
     crossing = f"one stream of {first['tokens_in_split']:,} tokens, whose {unit} cross the ends of documents"
-    text += f"{crossing}. Scored: {', '.join(counts)}."
+    most = first.get("max_tokens")
+    cap = "" if most is None else f", of its first {most:,} tokens alone"
+    text += f"{crossing}. Scored{cap}: {', '.join(counts)}."
     if any(report["train_packing"] == "segments" for report in reports):
         text += " In training with data.packing=segments attention stayed within a document; here it does not."
     return text

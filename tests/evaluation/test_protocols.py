@@ -182,7 +182,7 @@ def test_reports_say_what_was_measured(run, params, tmp_path, capsys):
     report.print_table([{**part, "train_packing": "segments"}])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Perplexity of all tokens by segment length (± standard error over segments)" in printed
-    assert "Scored: 999 tokens in 125 of 125 segments at 8, 999 tokens in 10 of 10 segments at 100." in printed
+    assert "Scored, of its first 999 tokens alone: 999 tokens in 125 of 125 segments at 8, 999 tokens in 10" in printed
     assert "attention stayed within a document; here it does not" in printed
 
 
