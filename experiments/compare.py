@@ -1,6 +1,6 @@
 """Puts the latest evaluations of several runs into one table and one plot.
 
-python -m experiments.compare DIR [DIR ...] [--output=DIR/comparison]
+python -m experiments.compare DIR [DIR ...] [--protocol=last_k] [--output=DIR/comparison]
 """
 
 from pathlib import Path
@@ -8,14 +8,18 @@ from pathlib import Path
 from absl import flags
 
 from dape_jax.errors import UserError
-from dape_jax.evaluation import plots, report
+from dape_jax.evaluation import plots, protocols, report
 from experiments import command
 
 _OUTPUT = flags.DEFINE_string(
     "output", None, "Path without suffix of the JSON and PNG; default 'comparison' in the first run's parent folder."
 )
 _SPLIT = flags.DEFINE_string("split", "test", "Evaluations of which documents: test, validation or train.")
-_USAGE = "python -m experiments.compare DIR [DIR ...] [--output=PATH]"
+_PROTOCOL = flags.DEFINE_string("protocol", "last_k", "Evaluations by which: last_k, official or non_overlapping.")
+_USAGE = (
+    "python -m experiments.compare DIR [DIR ...] [--protocol=last_k|official|non_overlapping] [--split=test] "
+    "[--output=PATH]"
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -25,7 +29,8 @@ def main(arguments: list[str]) -> None:
     names = [str(directory) for directory in directories]
     if len(set(names)) < len(names):
         raise UserError(f"one run is named twice: {' '.join(names)}")
-    reports = [report.latest_report(directory, _SPLIT.value) for directory in directories]
+    protocol = protocols.check_protocol(_PROTOCOL.value)
+    reports = [report.latest_report(directory, _SPLIT.value, protocol) for directory in directories]
     report.check_comparable(reports, names)
     reports = report.with_labels(reports, names)
     output = Path(_OUTPUT.value).expanduser() if _OUTPUT.value else directories[0].absolute().parent / "comparison"

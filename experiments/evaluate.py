@@ -1,6 +1,12 @@
-"""Scores the checkpoint of a run at a list of lengths and writes DIR/evaluation/last_k_step*.{json,png}.
+"""Scores the checkpoint of a run at a list of lengths and writes DIR/evaluation/PROTOCOL_SPLIT_stepN_*.{json,png}.
 
-python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] [--k=K] [--step=N] [--split=test]
+python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] [--protocol=last_k] [--k=K] [--step=N]
+    [--split=test]
+
+Protocols:
+  last_k           windows within documents; their last K tokens are scored, the same ones at every length
+  official         the split as one stream, cut into windows anew at each length; the last K tokens of each are scored
+  non_overlapping  the split as one stream in segments of each length; every token is scored once
 """
 
 import dataclasses
@@ -12,7 +18,7 @@ from dape_jax import config as config_lib
 from dape_jax.data.splits import SPLITS
 from dape_jax.data.tokenizer import load_tokenizer
 from dape_jax.errors import UserError, nearest
-from dape_jax.evaluation import extrapolation, report
+from dape_jax.evaluation import extrapolation, protocols, report
 from dape_jax.sharding import tree_sharding
 from dape_jax.training.checkpoint import Checkpoints, require_step
 from dape_jax.training.run import check_text, check_tokenizer, load_config, make_run, read_record
@@ -22,23 +28,39 @@ from experiments import command
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 _LENGTHS = flags.DEFINE_string("lengths", None, "Comma-separated lengths in tokens; default evaluation.lengths.")
-_K = flags.DEFINE_integer("k", None, "Scored tokens of a window; default evaluation.k, else min(256, shortest length).")
+_PROTOCOL = flags.DEFINE_string("protocol", "last_k", "What is scored: last_k, official or non_overlapping.")
+_K = flags.DEFINE_integer(
+    "k",
+    None,
+    "Scored tokens of a window; default evaluation.k, else min(256, shortest length) in last_k and 256 in official, "
+    "where shorter windows are scored whole; not for non_overlapping.",
+)
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint; default the latest.")
-_MAX_WINDOWS = flags.DEFINE_integer("max_windows", None, "Windows at each length; default evaluation.max_windows.")
+_MAX_WINDOWS = flags.DEFINE_integer(
+    "max_windows", None, "Windows at each length, at most; default evaluation.max_windows; not for non_overlapping."
+)
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", None, "Of non_overlapping: score the first so many tokens of the split only; default all."
+)
 _SPLIT = flags.DEFINE_string("split", "test", "Documents to score: test, validation or train.")
 _FSDP = flags.DEFINE_integer("fsdp", None, "Devices that the parameters are split over; default mesh.fsdp of the run.")
 _DATA_PATH = flags.DEFINE_string("data_path", None, "Where the run's text lies now; default data.path of the run.")
-_USAGE = "python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] [--k=K] [--step=N] [--split=test]"
+_USAGE = (
+    "python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] "
+    "[--protocol=last_k|official|non_overlapping] [--k=K] [--step=N] [--split=test]"
+)
 
 
 def main(_: list[str]) -> None:
     directory = command.workdir(_WORKDIR.value)
     config = load_config(directory)
     lengths = list(config.evaluation.lengths) if _LENGTHS.value is None else command.integers("lengths", _LENGTHS.value)
-    lengths, k = extrapolation.check_lengths(lengths, config.evaluation.k if _K.value is None else _K.value)
-    max_windows = config.evaluation.max_windows if _MAX_WINDOWS.value is None else _MAX_WINDOWS.value
-    if max_windows < 1:
-        raise UserError(f"--max_windows={max_windows}: 1 or more is needed")
+    protocol = protocols.check_protocol(_PROTOCOL.value)
+    k, max_windows, max_tokens = _K.value, _MAX_WINDOWS.value, _MAX_TOKENS.value
+    if protocol != "non_overlapping":  # which takes neither
+        k = config.evaluation.k if k is None else k
+        max_windows = config.evaluation.max_windows if max_windows is None else max_windows
+    protocols.check_arguments(protocol, lengths, k, max_windows, max_tokens)
     if _SPLIT.value not in SPLITS:
         raise UserError(f"--split={_SPLIT.value} is unknown{nearest(_SPLIT.value, SPLITS)}")
     checkpoints = Checkpoints(directory / "checkpoints")
@@ -52,15 +74,15 @@ def main(_: list[str]) -> None:
     check_tokenizer(directory, config.data.tokenizer, load_tokenizer(config.data.tokenizer).describe())
     run = make_run(config)
     check_text(directory, run)
-    plan = extrapolation.plan_windows(run.tokens, _SPLIT.value, lengths[-1], k, max_windows)
+    plan = protocols.make_plan(protocol, run.tokens, _SPLIT.value, lengths, k, max_windows, max_tokens)
     shapes = jax.eval_shape(lambda: init_params(run.model, jax.random.key(0)))
     shardings = tree_sharding(run.mesh, shapes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     params = checkpoints.restore_params(step, abstract)
     with deferred_signals() as stop:  # also while the report is written, which so is written whole
-        scores = extrapolation.score(run, params, plan, lengths, k, jax.process_index() == 0, stop)
+        scores = extrapolation.score(run, params, plan.windows, jax.process_index() == 0, stop)
         train_dtype = read_record(directory)["dtype"]
-        result = report.make_report(run, plan, scores, k, _SPLIT.value, step, train_dtype)
+        result = report.make_report(run, plan, scores, step, train_dtype)
         if jax.process_index() == 0:
             report.print_table([result])
             try:

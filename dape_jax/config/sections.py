@@ -142,7 +142,8 @@ class TrainingSection:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSection:
-    """Length extrapolation. ``k`` None is the smaller of 256 and the shortest length."""
+    """Length extrapolation. ``k`` None is the smaller of 256 and the shortest length in the protocol last_k, and 256 in
+    official. ``max_windows`` is the most windows at each length. The protocol non_overlapping takes neither."""
 
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     k: int | None = None

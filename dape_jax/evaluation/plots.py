@@ -5,6 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dape_jax.evaluation.protocols import PROTOCOLS
+
+
+def title(report: dict[str, Any]) -> str:
+    """What the numbers of a report are, for its table."""
+    protocol = PROTOCOLS[report["protocol"]]
+    scored = protocol.scored.format(k=report["k"])
+    return (
+        f"Perplexity of {scored} by {protocol.length} length (± standard error over {protocol.error_over}); "
+        f"protocol {report['protocol']}: {protocol.note}"
+    )
+
 
 def perplexity_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
     """Perplexity over context length, both logarithmic, a line a report, with standard errors and training length."""
@@ -36,9 +48,12 @@ def perplexity_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(ScalarFormatter())
-    axes.set_xlabel("context length (tokens)")
-    axes.set_ylabel(f"perplexity of the last {reports[0]['k']} tokens")
-    axes.set_title(f"{reports[0]['text']['source']}, {reports[0]['text']['split']} split", fontsize=10)
+    first = reports[0]
+    protocol = PROTOCOLS[first["protocol"]]
+    axes.set_xlabel(f"{protocol.length} length (tokens)")
+    axes.set_ylabel(f"perplexity of {protocol.scored.format(k=first['k'])}")
+    measured = f"protocol {first['protocol']}: {protocol.note}"
+    axes.set_title(f"{first['text']['source']}, {first['text']['split']} split\n{measured}", fontsize=10)
     axes.legend()
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)

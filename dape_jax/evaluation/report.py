@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from rich.table import Table
 import dape_jax
 from dape_jax import config as config_lib
 from dape_jax.attention import choose_backend
+from dape_jax.data.cache import TokenCache
 from dape_jax.errors import UserError
 from dape_jax.evaluation import plots
-from dape_jax.evaluation.extrapolation import LengthScores, WindowPlan
+from dape_jax.evaluation.extrapolation import LengthScores
+from dape_jax.evaluation.protocols import PROTOCOLS, Plan
 from dape_jax.evaluation.statistics import perplexity
+from dape_jax.evaluation.windows import Targets, Windows
 from dape_jax.training.run import Run
 
 FORMAT = 1
@@ -29,36 +32,31 @@ FORMAT = 1
 
 def make_report(
     run: Run,
-    plan: WindowPlan,
+    plan: Plan,
     scores: dict[int, LengthScores],
-    k: int,
-    split: str,
     step: int,
     train_dtype: str | None = None,
 ) -> dict[str, Any]:
     """The report of one run as a JSON-able dictionary. ``train_dtype`` is that of the activations in training."""
     config = run.config
-    documents = [
-        {
-            "name": name,
-            "windows": int((plan.document == i).sum()),
-            "scored_tokens": int((plan.document == i).sum()) * k,
-            "nll_sum": {str(n): float(s.nll[plan.document == i].sum(dtype=np.float64)) for n, s in scores.items()},
-        }
-        for i, name in enumerate(plan.names)
-    ]
-    counts = np.asarray([d["scored_tokens"] for d in documents], np.float64)
+    documents = [] if plan.targets is None else _documents(plan.targets, scores)
     results = []
-    for length, s in scores.items():
-        value = perplexity(np.asarray([d["nll_sum"][str(length)] for d in documents]), counts)
+    for windows in plan.windows:
+        s = scores[windows.length]
+        if plan.targets is None:
+            value = perplexity(s.nll_sums, s.targets)
+        else:  # the windows of a document are one sampling unit
+            sums = [d["nll_sum"][str(windows.length)] for d in documents]
+            value = perplexity(np.asarray(sums), np.asarray([d["scored_tokens"] for d in documents], np.float64))
         results.append(
             {
-                "length": length,
+                "length": windows.length,
                 "perplexity": value.perplexity,
                 "perplexity_standard_error": value.perplexity_standard_error,
                 "nll": value.nll,
                 "nll_standard_error": value.nll_standard_error,
-                "scored_tokens": int(s.nll.size),
+                "scored_tokens": int(s.targets.sum()),
+                **(_stream_result(run.tokens, windows) if plan.targets is None else {}),
                 "rows_at_once": s.rows,
                 "seconds": round(s.seconds, 3),
             }
@@ -66,20 +64,20 @@ def make_report(
     source = run.tokens.manifest["source"]
     return {
         "format": FORMAT,
-        "protocol": "last_k",
+        "protocol": plan.protocol,
         "method": config_lib.method_label(config.model.position),
         "position": config.model.position,
         "train_length": config.data.sequence_length,
         "step": step,
         "seed": config.training.seed,
-        "k": k,
+        "k": plan.k,
         "lengths": list(scores),
-        "windows": len(plan.end),
-        "documents_used": len(plan.names),
-        "documents_too_short": plan.too_short,
-        "documents_in_split": len(run.tokens.split_documents(split)[0]),
-        "targets_sha256": hashlib.sha256(json.dumps([plan.end.tolist(), k]).encode()).hexdigest(),
-        "text": {"source": source["name"], "split": split, "tokens_sha256": run.tokens.manifest["tokens_sha256"]},
+        **(_stream_header(run, plan) if plan.targets is None else _documents_header(run, plan.targets, plan)),
+        "text": {
+            "source": source["name"],
+            "split": plan.split,
+            "tokens_sha256": run.tokens.manifest["tokens_sha256"],
+        },
         "tokenizer": run.tokens.manifest["tokenizer"]["name"],
         "dtype": run.model.dtype,
         "train_dtype": train_dtype or run.model.dtype,
@@ -87,13 +85,70 @@ def make_report(
         "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
         "versions": {"dape_jax": dape_jax.__version__, "jax": jax.__version__},
         "results": results,
-        "documents": documents,
+        **({} if plan.targets is None else {"documents": documents}),
+    }
+
+
+def _documents(targets: Targets, scores: dict[int, LengthScores]) -> list[dict[str, Any]]:
+    """Of last_k, what each document's windows sum to."""
+    documents = []
+    for i, name in enumerate(targets.names):
+        own = targets.document == i
+        documents.append(
+            {
+                "name": name,
+                "windows": int(own.sum()),
+                "scored_tokens": int(next(iter(scores.values())).targets[own].sum()),
+                "nll_sum": {str(n): float(s.nll_sums[own].sum()) for n, s in scores.items()},
+            }
+        )
+    return documents
+
+
+def _documents_header(run: Run, targets: Targets, plan: Plan) -> dict[str, Any]:
+    """Of last_k, the windows, which are the same at every length."""
+    return {
+        "windows": len(targets.end),
+        "documents_used": len(targets.names),
+        "documents_too_short": targets.too_short,
+        "documents_in_split": len(run.tokens.split_documents(plan.split)[0]),
+        "targets_sha256": hashlib.sha256(json.dumps([targets.end.tolist(), plan.k]).encode()).hexdigest(),
+    }
+
+
+def _stream_header(run: Run, plan: Plan) -> dict[str, Any]:
+    """Of the protocols that read a split as one stream, what holds at every length."""
+    first, last = run.tokens.split_bounds(plan.split)
+    return {
+        **plan.cap,
+        "standard_error_over": PROTOCOLS[plan.protocol].error_over,
+        "windows_cross_documents": True,
+        "train_packing": run.config.data.packing,
+        "documents_in_split": len(run.tokens.split_documents(plan.split)[1]),
+        "tokens_in_split": last - first,
+    }
+
+
+def _stream_result(tokens: TokenCache, windows: Windows) -> dict[str, Any]:
+    """Of the protocols that read a split as one stream, the windows of one length."""
+    ends = tokens.documents[:, 1]
+    of_first_target = np.searchsorted(ends, windows.start + 1, side="right")
+    of_last_target = np.searchsorted(ends, windows.start + windows.inputs, side="right")
+    where = np.stack([windows.start, windows.inputs]).astype("<i8")
+    return {
+        "windows": len(windows),
+        "windows_available": windows.available,
+        "windows_of_several_documents": int((of_first_target != of_last_target).sum()),
+        "scored_of_a_window": windows.scored,
+        "targets_sha256": hashlib.sha256(where.tobytes() + str(windows.scored).encode()).hexdigest(),
     }
 
 
 def write_report(report: dict[str, Any], directory: Path) -> Path:
     """Writes the report and its plot below ``directory``; returns the JSON's path."""
-    name = f"{report['protocol']}_{report['text']['split']}_step{report['step']}_k{report['k']}"
+    name = f"{report['protocol']}_{report['text']['split']}_step{report['step']}"
+    name += "" if report["k"] is None else f"_k{report['k']}"
+    name += "" if report.get("max_tokens") is None else f"_first{report['max_tokens']}"
     path = directory / f"{name}_{min(report['lengths'])}to{max(report['lengths'])}.json"
     write_json(report, path)
     plots.perplexity_by_length([report], path.with_suffix(".png"))
@@ -120,15 +175,21 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def latest_report(workdir: Path, split: str = "test") -> dict[str, Any]:
-    """The report of the latest step evaluated on ``split`` in ``workdir``; the newest file if there are several."""
-    found = []
+def latest_report(workdir: Path, split: str = "test", protocol: str = "last_k") -> dict[str, Any]:
+    """The report of the latest step evaluated on ``split`` by ``protocol``; the newest file if there are several."""
+    found, others = [], set()
     for path in (workdir / "evaluation").glob("*.json"):
-        name = re.fullmatch(rf"last_k_{split}_step(\d+)_k\d+_\d+to\d+", path.stem)
-        if name:
-            found.append((int(name[1]), path.stat().st_mtime_ns, path))
+        name = re.fullmatch(rf"({'|'.join(PROTOCOLS)})_{split}_step(\d+)(_k\d+)?(_first\d+)?_\d+to\d+", path.stem)
+        if name and name[1] == protocol:
+            found.append((int(name[2]), path.stat().st_mtime_ns, path))
+        elif name:
+            others.add(name[1])
     if not found:
-        raise UserError(f"{workdir} holds no evaluation of the {split} split; run experiments.evaluate first")
+        there = f"; what there is is by {' and '.join(sorted(others))}" if others else ""
+        raise UserError(
+            f"{workdir} holds no evaluation of the {split} split; run experiments.evaluate --protocol={protocol} "
+            f"first{there}"
+        )
     path = max(found)[2]
     try:
         report = json.loads(path.read_text())
@@ -137,24 +198,43 @@ def latest_report(workdir: Path, split: str = "test") -> dict[str, Any]:
         raise UserError(f"{path} is damaged: {e!r}") from e
     if found != FORMAT:
         raise UserError(f"{path} has format {found}; this version reads {FORMAT}")
-    missing = [name for name in (*_SAME, "results", "method", "train_length", "lengths", "step") if name not in report]
+    needed = (*_SAME, *_SAME_DOCUMENTS) if protocol == "last_k" else _SAME
+    missing = [n for n in (*needed, "results", "method", "train_length", "lengths", "step") if n not in report]
     if missing:
         raise UserError(f"{path} is damaged: there is no {missing[0]} in it")
+    if report["protocol"] != protocol:
+        raise UserError(f"{path} is damaged: it is a report of the protocol {report['protocol']}")
     return report
 
 
-_SAME = ("protocol", "k", "text", "tokenizer", "windows", "documents_used", "targets_sha256")
+_SAME = ("protocol", "k", "text", "tokenizer")
+_SAME_DOCUMENTS = ("windows", "documents_used", "targets_sha256")
 
 
 def check_comparable(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Refuses to put numbers side by side that were not measured on the same tokens in the same way."""
+    for report, name in zip(reports, names, strict=True):
+        for what, value, wanted in _differences(report, reports[0]):
+            raise UserError(
+                f"{name} and {names[0]} cannot be compared: {what} is {value} and {wanted}; "
+                "evaluate them with the same protocol, lengths, k, split and number of windows or tokens"
+            )
+
+
+def _differences(report: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What two reports measured differently: its name and both values."""
     for what in _SAME:
-        for report, name in zip(reports, names, strict=True):
-            if report[what] != reports[0][what]:
-                raise UserError(
-                    f"{name} and {names[0]} cannot be compared: {what} is {report[what]} and {reports[0][what]}; "
-                    "evaluate them with the same lengths, k, split and number of windows"
-                )
+        if report[what] != other[what]:
+            yield what, report[what], other[what]
+    if report["protocol"] == "last_k":
+        for what in _SAME_DOCUMENTS:
+            if report[what] != other[what]:
+                yield what, report[what], other[what]
+        return
+    targets = {r["length"]: r["targets_sha256"] for r in other["results"]}
+    for r in report["results"]:
+        if targets.get(r["length"], r["targets_sha256"]) != r["targets_sha256"]:
+            yield f"targets_sha256 at length {r['length']}", r["targets_sha256"], targets[r["length"]]
 
 
 def with_labels(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -165,7 +245,7 @@ def with_labels(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> list
 
 
 def print_table(reports: Sequence[dict[str, Any]]) -> None:
-    """Perplexity by length and method, with standard errors over documents.
+    """Perplexity by length and method, with standard errors.
 
     A line a method where that fits the terminal, else a line a length.
     """
@@ -173,7 +253,7 @@ def print_table(reports: Sequence[dict[str, Any]]) -> None:
     cells = {(i, r["length"]): _cell(r) for i, report in enumerate(reports) for r in report["results"]}
     labels = [report.get("label", report["method"]) for report in reports]
     first = reports[0]
-    title = f"Perplexity of the last {first['k']} tokens by context length (± standard error over documents)"
+    title = plots.title(first)
     wide = Table(title=title)
     for name in ("method", "trained at", "step", *map(str, lengths)):
         wide.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
@@ -190,12 +270,32 @@ def print_table(reports: Sequence[dict[str, Any]]) -> None:
     if not console.is_terminal:  # a file or pipe has no width
         console = Console(width=max(80, needed))
     console.print(wide if needed <= console.width else tall)
-    console.print(
-        f"{first['text']['source']}, {first['text']['split']} split: {first['windows']} windows of "
-        f"{first['documents_used']} documents, the same targets at every length; {first['documents_too_short']} of "
-        f"{first['documents_in_split']} documents are shorter than the longest length and left out.",
-        highlight=False,
-    )
+    console.print(_footer(reports), highlight=False)
+
+
+def _footer(reports: Sequence[dict[str, Any]]) -> str:
+    """What was scored, in a sentence or two."""
+    first = reports[0]
+    text = f"{first['text']['source']}, {first['text']['split']} split: "
+    if first["protocol"] == "last_k":
+        return text + (
+            f"{first['windows']} windows of {first['documents_used']} documents, the same targets at every length; "
+            f"{first['documents_too_short']} of {first['documents_in_split']} documents are shorter than the longest "
+            "length and left out."
+        )
+    results = {r["length"]: r for report in reports for r in report["results"]}
+    unit = PROTOCOLS[first["protocol"]].error_over
+    counts = [
+        f"{r['scored_tokens']:,} tokens in {r['windows']:,} of {r['windows_available']:,} {unit} at {length}"
+        for length, r in sorted(results.items())
+    ]
+    crossing = f"one stream of {first['tokens_in_split']:,} tokens, whose {unit} cross the ends of documents"
+    most = first.get("max_tokens")
+    cap = "" if most is None else f", of its first {most:,} tokens alone"
+    text += f"{crossing}. Scored{cap}: {', '.join(counts)}."
+    if any(report["train_packing"] == "segments" for report in reports):
+        text += " In training with data.packing=segments attention stayed within a document; here it does not."
+    return text
 
 
 def _terminal() -> Console:

@@ -9,25 +9,15 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from configs import base
-from dape_jax import config as config_lib
 from dape_jax.errors import UserError
-from dape_jax.evaluation import extrapolation, plots, report
+from dape_jax.evaluation import extrapolation, plots, protocols, report, windows
+from dape_jax.evaluation.protocols import make_plan
 from dape_jax.evaluation.statistics import perplexity
-from dape_jax.training import run as run_lib
 from dape_jax.training import step as step_lib
 
 
-@pytest.fixture
-def run(text_folder, tmp_path):
-    mapping = base.get_config("dape_kerple")
-    mapping.model.update(num_layers=1, num_heads=2, width=16)
-    mapping.data.update(source="folder", path=str(text_folder), cache_dir=str(tmp_path / "cache"), test_fraction=0.5)
-    return run_lib.make_run(config_lib.from_mapping(mapping), show_progress=False)
-
-
 def test_windows_score_the_same_targets_at_every_length(run):
-    plan = extrapolation.plan_windows(run.tokens, "test", longest=2000, k=100, max_windows=30)
+    plan = windows.choose_targets(run.tokens, "test", longest=2000, k=100, max_windows=30)
     names, bounds = run.tokens.split_documents("test")
     lengths = dict(zip(names, bounds[:, 1] - bounds[:, 0], strict=True))
     assert set(plan.names) == {name for name in names if lengths[name] > 2000}
@@ -47,35 +37,36 @@ def test_windows_score_the_same_targets_at_every_length(run):
 
 
 def test_few_windows_are_spread_over_documents(run):
-    plan = extrapolation.plan_windows(run.tokens, "test", longest=500, k=50, max_windows=3)
+    plan = windows.choose_targets(run.tokens, "test", longest=500, k=50, max_windows=3)
     assert plan.document.tolist() == [0, 1, 2]
 
 
 def test_scores_equal_a_model_run_by_hand(run):
     params = step_lib.init_params(run.model, jax.random.key(0))
     with jax.set_mesh(run.mesh):
-        plan = extrapolation.plan_windows(run.tokens, "test", longest=300, k=20, max_windows=11)
-        scores = extrapolation.score(run, params, plan, [40, 300], 20, show_progress=False)
+        plan = make_plan("last_k", run.tokens, "test", [40, 300], k=20, max_windows=11)
+        scores = extrapolation.score(run, params, plan.windows, show_progress=False)
+    end = plan.targets.end
     model = step_lib.make_model(dataclasses.replace(run.model, batch_axes=()), params)
     assert isinstance(model, nnx.Module)
     for length in (40, 300):
-        assert scores[length].nll.shape == (len(plan.end), 20)
-        for window in (0, 5, len(plan.end) - 1):
-            tokens = np.asarray(run.tokens.tokens[plan.end[window] - length : plan.end[window] + 1], np.int32)
+        assert scores[length].targets.tolist() == [20] * len(end)
+        for window in (0, 5, len(end) - 1):
+            tokens = np.asarray(run.tokens.tokens[end[window] - length : end[window] + 1], np.int32)
             log_p = jax.nn.log_softmax(model.logits(model(tokens[None, :-1])))[0]
             want = -np.asarray(log_p)[np.arange(length), tokens[1:]][-20:]
-            assert np.allclose(scores[length].nll[window], want, atol=1e-5)
+            assert np.isclose(scores[length].nll_sums[window], want.sum(dtype=np.float64), atol=2e-5)
 
 
 def test_partial_batches_count_exactly(run, monkeypatch):
     params = step_lib.init_params(run.model, jax.random.key(0))
-    plan = extrapolation.plan_windows(run.tokens, "test", longest=100, k=10, max_windows=19)
-    whole = extrapolation.score(run, params, plan, [100], 10, show_progress=False)[100]
+    plan = make_plan("last_k", run.tokens, "test", [100], k=10, max_windows=19)
+    whole = extrapolation.score(run, params, plan.windows, show_progress=False)[100]
     monkeypatch.setattr(extrapolation, "TOKENS_PER_DEVICE", 100)
-    parts = extrapolation.score(run, params, plan, [100], 10, show_progress=False)[100]
+    parts = extrapolation.score(run, params, plan.windows, show_progress=False)[100]
     assert (whole.rows, parts.rows) == (24, 8)
-    assert whole.nll.shape == parts.nll.shape == (19, 10)
-    assert np.allclose(whole.nll, parts.nll, atol=1e-6)
+    assert whole.targets.tolist() == parts.targets.tolist() == [10] * 19
+    assert np.allclose(whole.nll_sums, parts.nll_sums, atol=1e-5)
 
 
 def test_statistics_by_hand():
@@ -98,25 +89,25 @@ def test_statistics_by_hand():
 ])  # fmt: skip
 def test_bad_lengths_are_named(lengths, k, message):
     with pytest.raises(UserError, match=message):
-        extrapolation.check_lengths(lengths, k)
+        protocols.check_lengths(lengths, k)
 
 
 def test_k_is_the_smaller_of_256_and_the_shortest_length():
-    assert extrapolation.check_lengths([2048, 64], None) == ([64, 2048], 64)
-    assert extrapolation.check_lengths([512, 8192], None) == ([512, 8192], 256)
-    assert extrapolation.check_lengths([1], None) == ([1], 1)
+    assert protocols.check_lengths([2048, 64], None) == ([64, 2048], 64)
+    assert protocols.check_lengths([512, 8192], None) == ([512, 8192], 256)
+    assert protocols.check_lengths([1], None) == ([1], 1)
 
 
 def test_lengths_beyond_every_document_are_named(run):
     with pytest.raises(UserError, match=r"lengths: 1000000 is longer than every test document; the longest admits \d+"):
-        extrapolation.plan_windows(run.tokens, "test", longest=10**6, k=10, max_windows=3)
+        windows.choose_targets(run.tokens, "test", longest=10**6, k=10, max_windows=3)
 
 
 def test_report_says_what_was_measured(run, tmp_path, capsys):
     params = step_lib.init_params(run.model, jax.random.key(0))
-    plan = extrapolation.plan_windows(run.tokens, "test", longest=100, k=10, max_windows=19)
-    scores = extrapolation.score(run, params, plan, [10, 100], 10, show_progress=False)
-    made = report.make_report(run, plan, scores, 10, "test", 7)
+    plan = make_plan("last_k", run.tokens, "test", [10, 100], k=10, max_windows=19)
+    scores = extrapolation.score(run, params, plan.windows, show_progress=False)
+    made = report.make_report(run, plan, scores, 7)
     path = report.write_report(made, tmp_path / "evaluation")
     read = json.loads(path.read_text())
     assert path.name == "last_k_test_step7_k10_10to100.json"
@@ -127,9 +118,9 @@ def test_report_says_what_was_measured(run, tmp_path, capsys):
     assert [r["scored_tokens"] for r in read["results"]] == [190, 190]
     assert sum(d["scored_tokens"] for d in read["documents"]) == 190
     for r in read["results"]:
-        nll = scores[r["length"]].nll
-        assert np.isclose(r["nll"], nll.mean(), rtol=1e-6)
-        assert np.isclose(r["perplexity"], math.exp(nll.mean()), rtol=1e-6)
+        mean = scores[r["length"]].nll_sums.sum() / 190
+        assert np.isclose(r["nll"], mean, rtol=1e-6)
+        assert np.isclose(r["perplexity"], math.exp(mean), rtol=1e-6)
     # An untrained model predicts bytes about uniformly.
     assert 200 < read["results"][0]["perplexity"] < 400
     assert report.latest_report(tmp_path)["step"] == 7
@@ -139,8 +130,8 @@ def test_report_says_what_was_measured(run, tmp_path, capsys):
     with pytest.raises(UserError, match="b and a cannot be compared: k is 9 and 10"):
         report.check_comparable([read, {**other, "k": 9}], ["a", "b"])
     # A longer longest length moves the windows: other targets, though every count is the same.
-    moved = extrapolation.plan_windows(run.tokens, "test", longest=900, k=10, max_windows=19)
-    moved = report.make_report(run, moved, scores, 10, "test", 7)
+    moved = make_plan("last_k", run.tokens, "test", [10, 900], k=10, max_windows=19)
+    moved = report.make_report(run, moved, {10: scores[10], 900: scores[100]}, 7)
     assert (moved["windows"], moved["documents_used"]) == (read["windows"], read["documents_used"])
     with pytest.raises(UserError, match="cannot be compared: targets_sha256"):
         report.check_comparable([read, moved], ["a", "b"])
@@ -156,9 +147,9 @@ def test_report_says_what_was_measured(run, tmp_path, capsys):
 
 def test_one_document_has_no_standard_error(run, tmp_path):
     params = step_lib.init_params(run.model, jax.random.key(0))
-    plan = extrapolation.plan_windows(run.tokens, "test", longest=100, k=10, max_windows=1)
-    scores = extrapolation.score(run, params, plan, [100], 10, show_progress=False)
-    path = report.write_report(report.make_report(run, plan, scores, 10, "test", 1), tmp_path)
+    plan = make_plan("last_k", run.tokens, "test", [100], k=10, max_windows=1)
+    scores = extrapolation.score(run, params, plan.windows, show_progress=False)
+    path = report.write_report(report.make_report(run, plan, scores, 1), tmp_path)
     assert json.loads(path.read_text())["results"][0]["perplexity_standard_error"] is None
 
 
@@ -188,8 +179,8 @@ def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
         for n in lengths
     ]
     common = {
-        "k": 64, "train_length": 64, "step": 5, "lengths": lengths, "results": results, "windows": 9,
-        "documents_used": 3, "documents_too_short": 1, "documents_in_split": 7,
+        "protocol": "last_k", "k": 64, "train_length": 64, "step": 5, "lengths": lengths, "results": results,
+        "windows": 9, "documents_used": 3, "documents_too_short": 1, "documents_in_split": 7,
         "text": {"source": "a text", "split": "test"},
     }  # fmt: skip
     terminal = Console(width=width, force_terminal=True, color_system=None)
@@ -215,16 +206,18 @@ class Documents:
 
 
 def test_windows_are_spread_over_documents_and_within_them():
-    plan = extrapolation.plan_windows(Documents([1001] * 9), "test", longest=100, k=10, max_windows=3)
+    plan = windows.choose_targets(Documents([1001] * 9), "test", longest=100, k=10, max_windows=3)
     assert plan.names == ["0", "4", "8"]
-    plan = extrapolation.plan_windows(Documents([1001]), "test", longest=100, k=10, max_windows=3)
+    plan = windows.choose_targets(Documents([1001]), "test", longest=100, k=10, max_windows=3)
     assert plan.end.tolist() == [1000, 550, 100]  # slots 0, 45 and 90 of 91
 
 
 def test_the_standard_error_is_over_documents(run):
-    plan = extrapolation.WindowPlan(["a", "b"], np.asarray([0, 0, 0, 1]), np.arange(4), 0)
-    nll = np.asarray([[1.0], [1.0], [1.0], [3.0]], np.float32)
-    made = report.make_report(run, plan, {8: extrapolation.LengthScores(nll, 4, 1.0)}, 1, "test", 7)
+    targets = windows.Targets(["a", "b"], np.asarray([0, 0, 0, 1]), np.arange(4), 0)
+    eight = windows.windows_before(targets.end, 8, 1)
+    plan = protocols.Plan("last_k", "test", 1, {"max_windows": 4}, [eight], targets)
+    scores = extrapolation.LengthScores(np.asarray([1.0, 1.0, 1.0, 3.0]), eight.targets(), 4, 1.0)
+    made = report.make_report(run, plan, {8: scores}, 7)
     # The mean is 1.5; the residuals of the documents are 3 - 4.5 and 3 - 1.5.
     assert np.isclose(made["results"][0]["nll_standard_error"], np.sqrt(2 * (1.5**2 + 1.5**2)) / 4)
     for what in ("protocol", "k", "text", "tokenizer", "windows", "documents_used", "targets_sha256"):

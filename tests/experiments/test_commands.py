@@ -59,6 +59,14 @@ def test_train_evaluate_compare(command, text_folder, tmp_path):
     assert [r["method"] for r in both] == ["RoPE", "DAPE-Kerple"]
     assert both[0]["lengths"] == [16, 64, 128]
     assert (tmp_path / "comparison.png").exists()
+    official = ("--protocol=official", "--max_windows=5")
+    evaluated = command("evaluate", f"--workdir={tmp_path / 'rope'}", "--lengths=16,400", *official)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "official_test_step30_k256_16to400.json" in evaluated.stdout
+    compared = command("compare", tmp_path / "rope", official[0], f"--output={tmp_path / 'official'}")
+    assert "80 tokens in 5 of" in " ".join(compared.stdout.split()), compared.stderr
+    refused = command("compare", tmp_path / "rope", tmp_path / "dape_kerple", official[0])
+    check_refusal(refused, "run experiments.evaluate --protocol=official first; what there is is by last_k")
 
 
 def test_a_run_of_four_devices_is_evaluated_on_one_and_after_its_text_has_moved(command, text_folder, tmp_path):
@@ -196,6 +204,8 @@ def test_wrong_evaluation_input_gets_one_line(command, text_folder, tmp_path):
         (workdir, "--lengths=64", "--k=many"): "many",
         (workdir, "--step=7"): "no such checkpoint",
         (workdir, "--split=tset"): "did you mean 'test'",
+        (workdir, "--protocol=lask_k"): "did you mean 'last_k'",
+        (workdir, "--protocol=non_overlapping", "--max_windows=4"): "non_overlapping scores all text of the split",
         (f"--workdir={tmp_path / 'none'}",): "holds no run",
         (): "--workdir is missing",
         (workdir, "--length=64"): "usage: python -m experiments.evaluate",

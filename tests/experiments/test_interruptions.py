@@ -162,7 +162,7 @@ def test_a_signal_stops_an_evaluation_that_leaves_nothing(train, environment, tm
     at = ("dape_jax.evaluation.report", "write_json", 1, int(signal.SIGTERM))
     assert execute(environment, "evaluate", arguments, at).returncode == 0
     written = sorted(p.name for p in (tmp_path / "run" / "evaluation").iterdir())
-    assert written == ["last_k_step5.json", "last_k_step5.png"]
+    assert written == [f"last_k_test_step5_k16_16to64.{suffix}" for suffix in ("json", "png")]
 
 
 @pytest.fixture

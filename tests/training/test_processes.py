@@ -17,7 +17,7 @@ import sys
 import jax
 from configs import quickstart
 from dape_jax import config as config_lib
-from dape_jax.evaluation import extrapolation
+from dape_jax.evaluation import extrapolation, protocols
 from dape_jax.training import loop, run as run_lib, stop
 
 port, index, count, workdir, text, cache, mode = sys.argv[1:]
@@ -42,11 +42,13 @@ with stop.deferred_signals() as flag:
         state = loop.train(run, pathlib.Path(workdir), show_progress=False, stop=flag)
     except stop.Stopped as e:
         sys.exit(str(e))
-plan = extrapolation.plan_windows(run.tokens, "test", 64, 16, 11)
-scores = extrapolation.score(run, state.params, plan, [64], 16, show_progress=False)
+plan = protocols.make_plan("last_k", run.tokens, "test", [64], 16, 11)
+segments = protocols.make_plan("non_overlapping", run.tokens, "test", [128], max_tokens=2500)
+scores = extrapolation.score(run, state.params, plan.windows + segments.windows, show_progress=False)
 if jax.process_index() == 0:
     import numpy
-    numpy.save(pathlib.Path(workdir) / "scores.npy", scores[64].nll)
+    sums = numpy.concatenate([scores[64].nll_sums, scores[128].nll_sums])
+    numpy.save(pathlib.Path(workdir) / "scores.npy", sums)
 """
 
 
