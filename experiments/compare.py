@@ -8,7 +8,7 @@ from pathlib import Path
 from absl import flags
 
 from dape_jax.errors import UserError
-from dape_jax.evaluation import plots, protocols, report
+from dape_jax.evaluation import plots, protocols, report, table
 from experiments import command
 
 _OUTPUT = flags.DEFINE_string(
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     report.check_comparable(reports, names)
     reports = report.with_labels(reports, names)
     output = Path(_OUTPUT.value).expanduser() if _OUTPUT.value else directories[0].absolute().parent / "comparison"
-    report.print_table(reports)
+    table.print_table(reports)
     json_path, png_path = (output.with_name(output.name + suffix) for suffix in (".json", ".png"))
     try:
         report.write_json({"reports": reports}, json_path)

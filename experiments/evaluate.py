@@ -18,11 +18,10 @@ from dape_jax import config as config_lib
 from dape_jax.data.splits import SPLITS
 from dape_jax.data.tokenizer import load_tokenizer
 from dape_jax.errors import UserError, nearest
-from dape_jax.evaluation import extrapolation, protocols, report
-from dape_jax.sharding import tree_sharding
+from dape_jax.evaluation import extrapolation, protocols, report, table
 from dape_jax.training.checkpoint import Checkpoints, require_step
 from dape_jax.training.run import check_text, check_tokenizer, load_config, make_run, read_record
-from dape_jax.training.step import init_params
+from dape_jax.training.step import abstract_params
 from dape_jax.training.stop import deferred_signals
 from experiments import command
 
@@ -42,6 +41,8 @@ _MAX_WINDOWS = flags.DEFINE_integer(
 _MAX_TOKENS = flags.DEFINE_integer(
     "max_tokens", None, "Of non_overlapping: score the first so many tokens of the split only; default all."
 )
+_DRAWS = flags.DEFINE_integer("draws", 3, "Of randomised positions: draws that are scored, for the spread.")
+_DRAW_SEED = flags.DEFINE_integer("draw_seed", 0, "Of randomised positions: the seed of the draws.")
 _SPLIT = flags.DEFINE_string("split", "test", "Documents to score: test, validation or train.")
 _FSDP = flags.DEFINE_integer("fsdp", None, "Devices that the parameters are split over; default mesh.fsdp of the run.")
 _DATA_PATH = flags.DEFINE_string("data_path", None, "Where the run's text lies now; default data.path of the run.")
@@ -61,6 +62,8 @@ def main(_: list[str]) -> None:
         k = config.evaluation.k if k is None else k
         max_windows = config.evaluation.max_windows if max_windows is None else max_windows
     protocols.check_arguments(protocol, lengths, k, max_windows, max_tokens)
+    if _DRAWS.value < 1:
+        raise UserError(f"--draws={_DRAWS.value}: 1 or more is needed")
     if _SPLIT.value not in SPLITS:
         raise UserError(f"--split={_SPLIT.value} is unknown{nearest(_SPLIT.value, SPLITS)}")
     checkpoints = Checkpoints(directory / "checkpoints")
@@ -73,18 +76,22 @@ def main(_: list[str]) -> None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=_DATA_PATH.value))
     check_tokenizer(directory, config.data.tokenizer, load_tokenizer(config.data.tokenizer).describe())
     run = make_run(config)
+    for length in lengths:
+        try:
+            run.model.check_length(length)
+        except UserError as e:
+            raise UserError(f"--lengths: {e}") from e
     check_text(directory, run)
     plan = protocols.make_plan(protocol, run.tokens, _SPLIT.value, lengths, k, max_windows, max_tokens)
-    shapes = jax.eval_shape(lambda: init_params(run.model, jax.random.key(0)))
-    shardings = tree_sharding(run.mesh, shapes)
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    params = checkpoints.restore_params(step, abstract)
+    params = checkpoints.restore_params(step, abstract_params(run.model, run.mesh))
     with deferred_signals() as stop:  # also while the report is written, which so is written whole
-        scores = extrapolation.score(run, params, plan.windows, jax.process_index() == 0, stop)
+        scores = extrapolation.score(
+            run, params, plan.windows, jax.process_index() == 0, stop, _DRAWS.value, _DRAW_SEED.value
+        )
         train_dtype = read_record(directory)["dtype"]
-        result = report.make_report(run, plan, scores, step, train_dtype)
+        result = report.make_report(run, plan, scores, step, train_dtype, _DRAW_SEED.value)
         if jax.process_index() == 0:
-            report.print_table([result])
+            table.print_table([result])
             try:
                 path = report.write_report(result, directory / "evaluation")
             except OSError as e:

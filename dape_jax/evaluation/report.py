@@ -11,9 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 import dape_jax
 from dape_jax import config as config_lib
@@ -25,6 +22,7 @@ from dape_jax.evaluation.extrapolation import LengthScores
 from dape_jax.evaluation.protocols import PROTOCOLS, Plan
 from dape_jax.evaluation.statistics import perplexity
 from dape_jax.evaluation.windows import Targets, Windows
+from dape_jax.rotary import YaRN
 from dape_jax.training.run import Run
 
 FORMAT = 1
@@ -36,8 +34,12 @@ def make_report(
     scores: dict[int, LengthScores],
     step: int,
     train_dtype: str | None = None,
+    draw_seed: int = 0,
 ) -> dict[str, Any]:
-    """The report of one run as a JSON-able dictionary. ``train_dtype`` is that of the activations in training."""
+    """The report of one run as a JSON-able dictionary.
+
+    ``train_dtype`` is that of the activations in training, ``draw_seed`` that of randomised positions.
+    """
     config = run.config
     documents = [] if plan.targets is None else _documents(plan.targets, scores)
     results = []
@@ -56,6 +58,7 @@ def make_report(
                 "nll": value.nll,
                 "nll_standard_error": value.nll_standard_error,
                 "scored_tokens": int(s.targets.sum()),
+                **_position_result(run, windows.length, s),
                 **(_stream_result(run.tokens, windows) if plan.targets is None else {}),
                 "rows_at_once": s.rows,
                 "seconds": round(s.seconds, 3),
@@ -68,6 +71,7 @@ def make_report(
         "method": config_lib.method_label(config.model.position),
         "position": config.model.position,
         "train_length": config.data.sequence_length,
+        **_position_header(run, next(iter(scores.values())), draw_seed),
         "step": step,
         "seed": config.training.seed,
         "k": plan.k,
@@ -87,6 +91,24 @@ def make_report(
         "results": results,
         **({} if plan.targets is None else {"documents": documents}),
     }
+
+
+def _position_header(run: Run, scores: LengthScores, seed: int) -> dict[str, Any]:
+    """What positions were drawn from, where they were."""
+    if run.model.random_range is None:
+        return {}
+    return {"randomised_positions": {"range": run.model.random_range, "draws": len(scores.nll_draws), "seed": seed}}
+
+
+def _position_result(run: Run, length: int, scores: LengthScores) -> dict[str, Any]:
+    """What an encoding depends on at one length: YaRN's scale, and the spread over draws of randomised positions."""
+    rotary = run.model.for_length(length).rotary
+    result: dict[str, Any] = {"yarn_scale": rotary.scale} if isinstance(rotary, YaRN) else {}
+    if run.model.random_range is not None:
+        values = np.exp(scores.nll_draws / scores.targets.sum())
+        spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
+        result |= {"perplexity_of_draws": values.tolist(), "perplexity_deviation_over_draws": spread}
+    return result
 
 
 def _documents(targets: Targets, scores: dict[int, LengthScores]) -> list[dict[str, Any]]:
@@ -242,68 +264,3 @@ def with_labels(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> list
     methods = [report["method"] for report in reports]
     labels = [m if methods.count(m) == 1 else f"{m} ({name})" for m, name in zip(methods, names, strict=True)]
     return [{**report, "label": label} for report, label in zip(reports, labels, strict=True)]
-
-
-def print_table(reports: Sequence[dict[str, Any]]) -> None:
-    """Perplexity by length and method, with standard errors.
-
-    A line a method where that fits the terminal, else a line a length.
-    """
-    lengths = sorted({n for report in reports for n in report["lengths"]})
-    cells = {(i, r["length"]): _cell(r) for i, report in enumerate(reports) for r in report["results"]}
-    labels = [report.get("label", report["method"]) for report in reports]
-    first = reports[0]
-    title = plots.title(first)
-    wide = Table(title=title)
-    for name in ("method", "trained at", "step", *map(str, lengths)):
-        wide.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for i, report in enumerate(reports):
-        row = [cells.get((i, n), "") for n in lengths]
-        wide.add_row(labels[i], str(report["train_length"]), str(report["step"]), *row)
-    tall = Table(title=title)
-    for name in ("length", *labels):
-        tall.add_column(name, justify="right")
-    for n in lengths:
-        tall.add_row(str(n), *(cells.get((i, n), "") for i in range(len(reports))))
-    console, endless = _terminal(), Console(width=10_000)
-    needed = Measurement.get(endless, endless.options, wide).maximum
-    if not console.is_terminal:  # a file or pipe has no width
-        console = Console(width=max(80, needed))
-    console.print(wide if needed <= console.width else tall)
-    console.print(_footer(reports), highlight=False)
-
-
-def _footer(reports: Sequence[dict[str, Any]]) -> str:
-    """What was scored, in a sentence or two."""
-    first = reports[0]
-    text = f"{first['text']['source']}, {first['text']['split']} split: "
-    if first["protocol"] == "last_k":
-        return text + (
-            f"{first['windows']} windows of {first['documents_used']} documents, the same targets at every length; "
-            f"{first['documents_too_short']} of {first['documents_in_split']} documents are shorter than the longest "
-            "length and left out."
-        )
-    results = {r["length"]: r for report in reports for r in report["results"]}
-    unit = PROTOCOLS[first["protocol"]].error_over
-    counts = [
-        f"{r['scored_tokens']:,} tokens in {r['windows']:,} of {r['windows_available']:,} {unit} at {length}"
-        for length, r in sorted(results.items())
-    ]
-    crossing = f"one stream of {first['tokens_in_split']:,} tokens, whose {unit} cross the ends of documents"
-    most = first.get("max_tokens")
-    cap = "" if most is None else f", of its first {most:,} tokens alone"
-    text += f"{crossing}. Scored{cap}: {', '.join(counts)}."
-    if any(report["train_packing"] == "segments" for report in reports):
-        text += " In training with data.packing=segments attention stayed within a document; here it does not."
-    return text
-
-
-def _terminal() -> Console:
-    return Console()
-
-
-def _cell(result: dict[str, Any]) -> str:
-    value, error = result["perplexity"], result["perplexity_standard_error"]
-    if value is None or not math.isfinite(value):
-        return "inf"
-    return f"{value:.2f}" if error is None or not math.isfinite(error) else f"{value:.2f} ± {error:.2f}"

@@ -10,7 +10,7 @@ from flax import nnx
 from rich.console import Console
 
 from dape_jax.errors import UserError
-from dape_jax.evaluation import extrapolation, plots, protocols, report, windows
+from dape_jax.evaluation import extrapolation, plots, protocols, report, table, windows
 from dape_jax.evaluation.protocols import make_plan
 from dape_jax.evaluation.statistics import perplexity
 from dape_jax.training import step as step_lib
@@ -138,7 +138,7 @@ def test_report_says_what_was_measured(run, tmp_path, capsys):
     assert [r["label"] for r in report.with_labels([read, read, other], ["a", "b", "c"])] == [
         "DAPE-Kerple (a)", "DAPE-Kerple (b)", "Kerple",
     ]  # fmt: skip
-    report.print_table([read, other])
+    table.print_table([read, other])
     printed = capsys.readouterr().out
     assert f"{read['results'][1]['perplexity']:.2f}" in printed
     plots.perplexity_by_length([read, other], tmp_path / "both.png")
@@ -184,8 +184,8 @@ def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
         "text": {"source": "a text", "split": "test"},
     }  # fmt: skip
     terminal = Console(width=width, force_terminal=True, color_system=None)
-    monkeypatch.setattr(report, "_terminal", lambda: terminal)
-    report.print_table([{**common, "method": "DAPE-Kerple"}, {**common, "method": "RoPE"}])
+    monkeypatch.setattr(table, "_terminal", lambda: terminal)
+    table.print_table([{**common, "method": "DAPE-Kerple"}, {**common, "method": "RoPE"}])
     printed = capsys.readouterr().out
     assert "DAPE-Kerple" in printed
     for n in lengths:
@@ -216,7 +216,7 @@ def test_the_standard_error_is_over_documents(run):
     targets = windows.Targets(["a", "b"], np.asarray([0, 0, 0, 1]), np.arange(4), 0)
     eight = windows.windows_before(targets.end, 8, 1)
     plan = protocols.Plan("last_k", "test", 1, {"max_windows": 4}, [eight], targets)
-    scores = extrapolation.LengthScores(np.asarray([1.0, 1.0, 1.0, 3.0]), eight.targets(), 4, 1.0)
+    scores = extrapolation.LengthScores(np.asarray([1.0, 1.0, 1.0, 3.0]), np.asarray([6.0]), eight.targets(), 4, 1.0)
     made = report.make_report(run, plan, {8: scores}, 7)
     # The mean is 1.5; the residuals of the documents are 3 - 4.5 and 3 - 1.5.
     assert np.isclose(made["results"][0]["nll_standard_error"], np.sqrt(2 * (1.5**2 + 1.5**2)) / 4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dape_jax.errors import UserError
-from dape_jax.evaluation import extrapolation, plots, protocols, report, windows
+from dape_jax.evaluation import extrapolation, plots, protocols, report, table, windows
 from dape_jax.evaluation.protocols import make_plan
 from dape_jax.training import step as step_lib
 from tests.evaluation import naive
@@ -173,13 +173,13 @@ def test_reports_say_what_was_measured(run, params, tmp_path, capsys):
     report.check_comparable([whole, {**whole, "results": whole["results"][:1]}], ["a", "b"])
 
     capsys.readouterr()
-    report.print_table([official])
+    table.print_table([official])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Perplexity of the last 16 tokens by window length (± standard error over windows)" in printed
     assert "protocol official: other text at each length" in printed
     available = official["results"][0]["windows_available"]
     assert f"88 tokens in 11 of {available:,} windows at 8, 176 tokens in 11 of" in printed
-    report.print_table([{**part, "train_packing": "segments"}])
+    table.print_table([{**part, "train_packing": "segments"}])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Perplexity of all tokens by segment length (± standard error over segments)" in printed
     assert "Scored, of its first 999 tokens alone: 999 tokens in 125 of 125 segments at 8, 999 tokens in 10" in printed

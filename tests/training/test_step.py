@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -280,3 +281,30 @@ def test_the_initial_state_depends_on_the_seed():
     mesh, optimizer = sharding.make_mesh(1, 1, jax.devices()[:1]), optax.sgd(1.0)
     a, b = (step_lib.init_state(MODEL, optimizer, seed, mesh)[0]().params["head"]["kernel"] for seed in (0, 1))
     assert not np.array_equal(a, b)
+
+
+def test_randomised_positions_are_drawn_anew_at_each_step_from_the_seed():
+    model = dataclasses.replace(MODEL, bias=None, adapt=None, rotary=RoPE(), random_range=100)
+    optimizer = optimizer_lib.make_optimizer(OPTIMIZER, 5)
+    params = step_lib.init_params(model, jax.random.key(0))
+    for name in "qk":
+        params["blocks"]["attention"][name]["kernel"] *= 20.0
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, 32, (4, 25)), jnp.int32)
+
+    @jax.jit
+    def loss(step, seed_key):
+        return step_lib.loss_fn(model, params, rows, key=jax.random.fold_in(seed_key, step))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def stepped(step, seed):
+        state = step_lib.TrainState(params, optimizer.init(params), step)
+        return step_lib.train_step(model, optimizer, 1, None, state, rows, step, seed)[1]["loss"]
+
+    want = [float(loss(step, jax.random.key(seed))) for step, seed in ((0, 0), (3, 0), (0, 7))]
+    got = [float(stepped(jnp.int32(step), seed)) for step, seed in ((0, 0), (3, 0), (0, 7))]
+    assert np.allclose(got, want, rtol=1e-6)
+    assert len({round(x, 5) for x in got}) == 3
+    parts = step_lib.loss_and_grads(model, params, rows, 2, key=jax.random.key(3))[0]
+    keys = jax.random.split(jax.random.key(3), 2)
+    halves = [step_lib.loss_fn(model, params, rows[2 * i : 2 * i + 2], key=keys[i]) for i in range(2)]
+    assert np.isclose(parts, np.mean(halves), rtol=1e-6)
