@@ -20,19 +20,24 @@ MODEL = TransformerConfig(
 OPTIMIZER = OptimizerSection(learning_rate=2e-3)
 
 
-def losses(mesh, steps=6, model=MODEL, end=None, microbatches=1):
-    rows = np.random.default_rng(0).integers(0, 32, (steps, 16, 25)).astype(np.int32)
-    optimizer = optimizer_lib.make_optimizer(OPTIMIZER, steps)
+@functools.cache
+def trained(mesh=(1, 1), model=MODEL, end=None, microbatches=1):
+    """Six steps: losses and gradient norms [6, 2], Adam's first moment after the first, and the state at the end."""
+    mesh = sharding.make_mesh(*mesh, jax.devices()[: mesh[0] * mesh[1]])
+    rows = np.random.default_rng(0).integers(0, 32, (6, 16, 25)).astype(np.int32)
+    optimizer = optimizer_lib.make_optimizer(OPTIMIZER, 6)
     model = dataclasses.replace(model, batch_axes=sharding.BATCH_AXES)
     with jax.set_mesh(mesh):
         init, abstract = step_lib.init_state(model, optimizer, 0, mesh)
-        state = init()
+        state, moment = init(), None
         train_step = step_lib.compile_step(model, optimizer, abstract, mesh, microbatches, end)
         out = []
         for number, batch in enumerate(rows):
             state, metrics = train_step(state, sharding.put_rows(mesh, batch), np.int32(number))
             out.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return np.asarray(out), jax.device_get(state)
+            if moment is None:
+                moment = jax.device_get(state.opt_state[1][0].mu)
+    return np.asarray(out), jax.tree.leaves_with_path(moment), jax.device_get(state)
 
 
 @pytest.mark.parametrize("position", [
@@ -44,22 +49,20 @@ def losses(mesh, steps=6, model=MODEL, end=None, microbatches=1):
 def test_eight_devices_give_the_losses_of_one(position):
     end = position.get("end")
     model = dataclasses.replace(MODEL, **{name: x for name, x in position.items() if name != "end"})
-    one, eight = sharding.make_mesh(1, 1, jax.devices()[:1]), sharding.make_mesh(2, 4)
-    want, got = losses(one, model=model, end=end)[0], losses(eight, model=model, end=end)[0]
+    (want, w_moment, _), (got, g_moment, _) = (trained(mesh, model, end) for mesh in ((1, 1), (2, 4)))
     assert relative_error(got, want) < 5e-5  # Adam scales the rounding of small gradients up
     # Adam's first moment after one update is a tenth of the clipped gradient. (Later parameters differ more where a
     # gradient is zero up to rounding, since Adam scales it up.)
-    want, got = (jax.tree.leaves_with_path(losses(mesh, 1, model, end)[1].opt_state[1][0].mu) for mesh in (one, eight))
-    for (path, w), (_, g) in zip(want, got, strict=True):
+    for (path, w), (_, g) in zip(w_moment, g_moment, strict=True):
         assert np.linalg.norm(w) < 1e-7 or relative_error(g, w) < 1e-4, path
 
 
 def test_first_loss_is_near_uniform_and_grad_norm_is_the_gradients():
-    (loss, norm), *_ = losses(sharding.make_mesh(1, 1, jax.devices()[:1]), steps=1)[0]
+    (loss, norm), *_ = trained()[0]
     assert abs(loss - np.log(32)) < 0.2
     params = step_lib.init_params(MODEL, jax.random.key(0))
-    rows = np.random.default_rng(0).integers(0, 32, (1, 16, 25)).astype(np.int32)[0]
-    want, grads = jax.value_and_grad(lambda p: step_lib.loss_fn(MODEL, p, jnp.asarray(rows)))(params)
+    rows = np.random.default_rng(0).integers(0, 32, (6, 16, 25)).astype(np.int32)[0]
+    want, grads = jax.jit(jax.value_and_grad(lambda p: step_lib.loss_fn(MODEL, p, rows)))(params)
     assert np.isclose(loss, want, rtol=1e-5)
     assert np.isclose(norm, optax.tree.norm(grads), rtol=1e-5)
 
@@ -89,7 +92,8 @@ def test_segments_give_each_document_the_loss_it_has_alone(position):
     assert np.isclose(got, want, rtol=1e-6)
     for (path, g), w in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
         assert np.linalg.norm(w) < 1e-7 or relative_error(g, w) < 1e-4, path
-    assert abs(float(step_lib.loss_fn(model, params, rows)) - float(got)) > 1e-4  # the stream's loss is another
+    stream = jax.jit(lambda p: step_lib.loss_fn(model, p, rows))(params)
+    assert abs(float(stream) - float(got)) > 1e-4  # the stream's loss is another
 
 
 @pytest.mark.parametrize("chunk", [7 * 3 * 11, 2**24, 1])
@@ -153,35 +157,31 @@ def test_kerple_is_projected_after_an_update():
     assert np.allclose(projected["blocks"]["attention"]["bias"]["p"], [0.01, 0.5])
     assert projected["blocks"]["attention"]["q"]["bias"][0] == -1
     assert optimizer_lib.project(ALiBi(), params) is params
-    _, state = losses(sharding.make_mesh(1, 1, jax.devices()[:1]), steps=2)
+    state = trained()[2]
     assert state.params["blocks"]["attention"]["bias"]["p"].min() >= np.float32(0.01)
 
 
-def first_moment(state):
-    return jax.tree.leaves_with_path(state.opt_state[1][0].mu)
-
-
-@pytest.mark.parametrize(("mesh", "end"), [((1, 1), None), ((2, 4), None), ((2, 4), 5)])
+@pytest.mark.parametrize(("mesh", "end"), [
+    pytest.param((1, 1), None, marks=pytest.mark.slow), ((2, 4), None), pytest.param((2, 4), 5, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_batch_in_microbatches_gives_the_step_of_the_whole_batch(mesh, end):
     """With documents in segments too, where the microbatches have different numbers of targets."""
-    mesh = sharding.make_mesh(*mesh, jax.devices()[: mesh[0] * mesh[1]])
-    want, got = losses(mesh, end=end), losses(mesh, end=end, microbatches=2)
-    assert relative_error(got[0], want[0]) < 5e-5  # as above
-    assert not np.array_equal(got[0], want[0])  # it did take another way there
-    want, got = (first_moment(losses(mesh, 1, end=end, microbatches=n)[1]) for n in (1, 2))
-    for (path, w), (_, g) in zip(want, got, strict=True):
+    (want, w_moment, _), (got, g_moment, _) = (trained(mesh, end=end, microbatches=n) for n in (1, 2))
+    assert relative_error(got, want) < 5e-5  # as above
+    assert not np.array_equal(got, want)  # it did take another way there
+    for (path, w), (_, g) in zip(w_moment, g_moment, strict=True):
         assert np.linalg.norm(w) < 1e-7 or relative_error(g, w) < 1e-5, path
 
 
 def test_microbatches_agree_with_optax_multisteps():
     rows = np.random.default_rng(1).integers(0, 32, (16, 25)).astype(np.int32)
     params = step_lib.init_params(MODEL, jax.random.key(0))
-    _, grads = step_lib.loss_and_grads(MODEL, params, jnp.asarray(rows), 4)
+    _, grads = jax.jit(lambda p: step_lib.loss_and_grads(MODEL, p, jnp.asarray(rows), 4))(params)
+    own = jax.jit(jax.grad(lambda p, part: step_lib.loss_fn(MODEL, p, part)))
     optimizer = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=4)
     state, after = optimizer.init(params), params
     for part in range(4):
-        own = jax.grad(lambda p, part=part: step_lib.loss_fn(MODEL, p, jnp.asarray(rows[4 * part : 4 * part + 4])))
-        updates, state = optimizer.update(own(params), state, after)
+        updates, state = optimizer.update(own(params, rows[4 * part : 4 * part + 4]), state, after)
         after = optax.apply_updates(after, updates)
     for g, before, x in zip(*(jax.tree.leaves(t) for t in (grads, params, after)), strict=True):
         assert np.allclose(x, before - g, rtol=1e-5, atol=1e-7)
@@ -253,7 +253,8 @@ def test_a_step_projects():
     params = step_lib.init_params(model, jax.random.key(0))
     state = step_lib.TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     rows = jnp.asarray(np.random.default_rng(0).integers(0, 31, (4, 13)), jnp.int32)
-    after, _ = step_lib.train_step(model, optimizer, 1, None, state, rows, jnp.zeros((), jnp.int32))
+    train_step = jax.jit(functools.partial(step_lib.train_step, model, optimizer, 1, None))
+    after, _ = train_step(state, rows, jnp.zeros((), jnp.int32))
     bias = after.params["blocks"]["attention"]["bias"]
     # The step is so large that some parameter must have been stopped by its bound.
     assert min(bias["p"].min(), bias["a"].min()) == np.float32(0.01)
@@ -304,7 +305,8 @@ def test_randomised_positions_are_drawn_anew_at_each_step_from_the_seed():
     got = [float(stepped(jnp.int32(step), seed)) for step, seed in ((0, 0), (3, 0), (0, 7))]
     assert np.allclose(got, want, rtol=1e-6)
     assert len({round(x, 5) for x in got}) == 3
-    parts = step_lib.loss_and_grads(model, params, rows, 2, key=jax.random.key(3))[0]
+    parts = jax.jit(lambda p: step_lib.loss_and_grads(model, p, rows, 2, key=jax.random.key(3))[0])(params)
     keys = jax.random.split(jax.random.key(3), 2)
-    halves = [step_lib.loss_fn(model, params, rows[2 * i : 2 * i + 2], key=keys[i]) for i in range(2)]
+    half = jax.jit(lambda rows, key: step_lib.loss_fn(model, params, rows, key=key))
+    halves = [half(rows[2 * i : 2 * i + 2], keys[i]) for i in range(2)]
     assert np.isclose(parts, np.mean(halves), rtol=1e-6)
