@@ -220,8 +220,9 @@ class TransformerLM(nnx.Module):
         """An empty cache for ``batch`` sequences of up to ``capacity`` tokens; ``key`` as for a call."""
         config = self.config
         shape = (config.num_layers, batch, capacity, config.num_kv_heads or config.num_heads)
-        empty = jnp.zeros((*shape, config.width // config.num_heads), config.dtype)
-        return Cache(KeyValues(empty, empty), self._drawn_positions(capacity, key), jnp.zeros((), jnp.int32))
+        # Two arrays, so that a cache can be donated.
+        k, v = (jnp.zeros((*shape, config.width // config.num_heads), config.dtype) for _ in range(2))
+        return Cache(KeyValues(k, v), self._drawn_positions(capacity, key), jnp.zeros((), jnp.int32))
 
     def extend(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Final hidden states [B, n, M] of the next n tokens [B, n] after those in the cache, and the cache with them.

@@ -69,6 +69,32 @@ def test_train_evaluate_compare(command, text_folder, tmp_path):
     check_refusal(refused, "run experiments.evaluate --protocol=official first; what there is is by last_k")
 
 
+def test_sample(command, text_folder, tmp_path):
+    config = [SMALL[0].replace("dape_kerple", "learned"), *SMALL[1:], "--config.training.steps=10"]
+    run = f"--workdir={tmp_path / 'run'}"
+    assert command("train", *config, *data(text_folder), run).returncode == 0
+    sampled = command("sample", run, "--prompt=abc", "--length=20", "--temperature=0.7", "--top_k=50", "--samples=2")
+    assert sampled.returncode == 0, sampled.stderr
+    assert sampled.stdout.count("abc") >= 2
+    assert "tokens/s]" in sampled.stderr
+    again = command("sample", run, "--prompt=abc", "--length=20", "--temperature=0.7", "--top_k=50", "--samples=2")
+    assert again.stdout == sampled.stdout
+    (tmp_path / "prompt").write_text("x" * 60)
+    for flags, message in (
+        (
+            [f"--prompt_file={tmp_path / 'prompt'}", "--length=9"],
+            "a prompt of 60 and 9 more tokens: 69 tokens",
+        ),
+        (["--prompt=a", f"--prompt_file={tmp_path / 'prompt'}"], "--prompt and --prompt_file: give one of them"),
+        ([f"--prompt_file={tmp_path / 'none'}"], "cannot be read: No such file"),
+        (["--length=0"], "--length=0: 1 or more is needed"),
+        (["--temperature=hot"], "--temperature"),
+        ([f"--tokenizer={text_folder}"], "holds neither tokenizer.json nor"),
+    ):
+        check_refusal(command("sample", run, *flags), message)
+    check_refusal(command("evaluate", run, "--lengths=64,65"), "--lengths: 65 tokens are more than the 64 positions")
+
+
 def test_a_run_of_four_devices_is_evaluated_on_one_and_after_its_text_has_moved(command, text_folder, tmp_path):
     four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     workdir = f"--workdir={tmp_path / 'run'}"
