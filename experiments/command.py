@@ -60,6 +60,7 @@ def run(main: Callable[[list[str]], None], usage: str, positional: bool = False,
             _start_distributed()
         # After the line above, which would put a handler of its own in the place of this one.
         signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         main(arguments)
     except UserError as e:
         sys.exit(_fail(_one_line(e), 2))

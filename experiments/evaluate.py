@@ -20,9 +20,10 @@ from dape_jax.data.tokenizer import load_tokenizer
 from dape_jax.errors import UserError, nearest
 from dape_jax.evaluation import extrapolation, protocols, report, table
 from dape_jax.training.checkpoint import Checkpoints, require_step
-from dape_jax.training.run import check_text, check_tokenizer, load_config, make_run, read_record
+from dape_jax.training.run import make_run
 from dape_jax.training.step import abstract_params
 from dape_jax.training.stop import deferred_signals
+from dape_jax.training.workdir import check_text, check_tokenizer, load_config, read_record
 from experiments import command
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
@@ -46,6 +47,7 @@ _DRAW_SEED = flags.DEFINE_integer("draw_seed", 0, "Of randomised positions: the 
 _SPLIT = flags.DEFINE_string("split", "test", "Documents to score: test, validation or train.")
 _FSDP = flags.DEFINE_integer("fsdp", None, "Devices that the parameters are split over; default mesh.fsdp of the run.")
 _DATA_PATH = flags.DEFINE_string("data_path", None, "Where the run's text lies now; default data.path of the run.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Where the run's tokenizer lies now; default data.tokenizer.")
 _USAGE = (
     "python -m experiments.evaluate --workdir=DIR [--lengths=128,512,2048] "
     "[--protocol=last_k|official|non_overlapping] [--k=K] [--step=N] [--split=test]"
@@ -72,8 +74,9 @@ def main(_: list[str]) -> None:
     if fsdp < 1 or jax.device_count() % fsdp:
         raise UserError(f"mesh.fsdp={fsdp} does not divide the {jax.device_count()} devices here; give --fsdp=1")
     config = dataclasses.replace(config, mesh=config_lib.MeshSection(data=-1, fsdp=fsdp))
-    if _DATA_PATH.value is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=_DATA_PATH.value))
+    moved = {"path": _DATA_PATH.value, "tokenizer": _TOKENIZER.value}
+    moved = {field: place for field, place in moved.items() if place is not None}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **moved))
     check_tokenizer(directory, config.data.tokenizer, load_tokenizer(config.data.tokenizer).describe())
     run = make_run(config)
     for length in lengths:

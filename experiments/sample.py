@@ -20,8 +20,8 @@ from dape_jax import sampling, sharding
 from dape_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dape_jax.errors import UserError
 from dape_jax.training.checkpoint import Checkpoints, require_step
-from dape_jax.training.run import check_tokenizer, load_config
 from dape_jax.training.step import abstract_params
+from dape_jax.training.workdir import check_tokenizer, load_config
 from experiments import command
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")

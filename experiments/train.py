@@ -9,8 +9,9 @@ from dape_jax import config as config_lib
 from dape_jax.training.checkpoint import SaveFailed
 from dape_jax.training.loop import train
 from dape_jax.training.recorder import NonFiniteUpdate
-from dape_jax.training.run import make_run, refuse_foreign
+from dape_jax.training.run import make_run
 from dape_jax.training.stop import deferred_signals
+from dape_jax.training.workdir import refuse_foreign
 from experiments import command
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: configuration, metrics, checkpoints, reports.")

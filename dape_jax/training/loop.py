@@ -1,5 +1,6 @@
 """The training loop: batches by step, metrics, validation, checkpoints, resuming."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from dape_jax.training import optimizer as optimizer_lib
 from dape_jax.training.checkpoint import Checkpoints
 from dape_jax.training.metrics import check_tensorboard
 from dape_jax.training.recorder import NonFiniteUpdate, Recorder
-from dape_jax.training.run import Run, claim
+from dape_jax.training.run import Run
 from dape_jax.training.step import TrainState, compile_step, init_state
 from dape_jax.training.stop import StopFlag, Stopped, agreed
 from dape_jax.training.validation import make_validation
+from dape_jax.training.workdir import claim, sole_training
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ def train(run: Run, workdir: Path, show_progress: bool = True, stop: StopFlag | 
         ``log_every`` steps and at checkpoints and validations, so that all stop after the same step.
 
     Raises:
-      UserError: ``workdir`` holds another run, or the batch does not fit the mesh or the text.
+      UserError: ``workdir`` holds another run, another process trains in it, or the batch does not fit the mesh or
+        the text.
       NonFiniteUpdate: an update was not finite; the state before it is the latest checkpoint.
       SaveFailed: a checkpoint or the metrics cannot be written.
       Stopped: ``stop`` was set.
@@ -50,7 +53,7 @@ def train(run: Run, workdir: Path, show_progress: bool = True, stop: StopFlag | 
     validate = make_validation(run, stop) if training.validate_every else None
     optimizer = optimizer_lib.make_optimizer(config.optimizer, training.steps)
     writes = jax.process_index() == 0
-    with jax.set_mesh(run.mesh):
+    with jax.set_mesh(run.mesh), sole_training(workdir) if writes else contextlib.nullcontext():
         init, abstract = init_state(run.model, optimizer, training.seed, run.mesh)
         if writes:
             claim(workdir, run)

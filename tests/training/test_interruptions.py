@@ -5,6 +5,8 @@ import json
 import logging
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -240,6 +242,21 @@ def test_workdir_of_a_run_killed_while_claiming_it_is_claimed_again(make, tmp_pa
     loop.train(make("rope", steps=1), tmp_path / "run", show_progress=False)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["training"]["steps"] == 1
     assert not (tmp_path / "run" / "config.partial").exists()
+
+
+def test_two_trainings_in_one_workdir_are_refused(make, tmp_path):
+    run = tmp_path / "run"
+    code = (
+        f"from pathlib import Path; from dape_jax.training.workdir import sole_training; import time\n"
+        f"with sole_training(Path({str(run)!r})):\n    print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another process is training in it"):
+            loop.train(make("rope", steps=1), run, show_progress=False)
+        assert [p.name for p in run.iterdir()] == ["lock"]
+        other.kill()
+    loop.train(make("rope", steps=1), run, show_progress=False)  # a lock ends with its process
 
 
 def test_metrics_that_cannot_be_written_stop_the_run_in_one_line(small, tmp_path, straight, monkeypatch):

@@ -13,6 +13,7 @@ from dape_jax.errors import UserError
 from dape_jax.training import checkpoint, loop, step
 from dape_jax.training import optimizer as optimizer_lib
 from dape_jax.training import run as run_lib
+from dape_jax.training import workdir as workdir_lib
 from tests.training.conftest import lines, losses
 
 
@@ -29,7 +30,7 @@ def test_a_run_learns_and_leaves_its_record(make, tmp_path):
     assert checkpoint.Checkpoints(tmp_path / "run" / "checkpoints").steps() == [36, 40]
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config_lib.from_mapping(record["config"]) == run.config
-    assert run_lib.load_config(tmp_path / "run") == run.config
+    assert workdir_lib.load_config(tmp_path / "run") == run.config
 
 
 def test_resuming_anywhere_gives_the_unbroken_losses_bit_for_bit(make, tmp_path):
@@ -69,7 +70,7 @@ def test_another_configuration_or_text_in_the_workdir_is_refused(make, tmp_path,
     with pytest.raises(UserError, match=r"model.position is 'dape_kerple' there and 'kerple' here"):
         loop.train(make("kerple"), tmp_path / "run", show_progress=False)
     loop.train(make(log_every=1), tmp_path / "run", show_progress=False)  # changes nothing that is computed
-    assert run_lib.load_config(tmp_path / "run").training.log_every == 1
+    assert workdir_lib.load_config(tmp_path / "run").training.log_every == 1
     (text_folder / "document00.txt").write_text("another text")
     with pytest.raises(UserError, match="tokens_sha256"):
         loop.train(make(), tmp_path / "run", show_progress=False)
@@ -97,7 +98,7 @@ def test_a_damaged_workdir_is_named(make, tmp_path):
     with pytest.raises(UserError, match="checkpoints is a file"):
         loop.train(make(steps=1), workdir, show_progress=False)
     with pytest.raises(UserError, match="is a file; give a folder"):
-        run_lib.refuse_foreign(workdir / "config.json")
+        workdir_lib.refuse_foreign(workdir / "config.json")
 
 
 def test_another_tokenizer_is_refused_and_a_moved_one_is_not(text_folder, tmp_path):
@@ -113,14 +114,14 @@ def test_another_tokenizer_is_refused_and_a_moved_one_is_not(text_folder, tmp_pa
     shutil.copy(tmp_path / "a.json", tmp_path / "moved.json")
     first = run(tmp_path / "a.json", packing="segments")
     assert (first.model.vocab_size, first.segment_end) == (280, 0)
-    run_lib.claim(tmp_path / "run", first)
-    run_lib.claim(tmp_path / "run", run(tmp_path / "moved.json", packing="segments"))
+    workdir_lib.claim(tmp_path / "run", first)
+    workdir_lib.claim(tmp_path / "run", run(tmp_path / "moved.json", packing="segments"))
     for other, ids in ((tmp_path / "other.json", 281), ("bytes", 257)):
         with pytest.raises(UserError, match=rf"with {ids} ids.* was trained with BPE 280 .* with 280 ids") as error:
-            run_lib.claim(tmp_path / "run", run(other, packing="segments"))
+            workdir_lib.claim(tmp_path / "run", run(other, packing="segments"))
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="data.packing is 'segments' there and 'stream' here"):
-        run_lib.claim(tmp_path / "run", run(tmp_path / "a.json"))
+        workdir_lib.claim(tmp_path / "run", run(tmp_path / "a.json"))
     assert run(tmp_path / "a.json").segment_end is None
 
 
