@@ -131,6 +131,8 @@ def test_inputs_that_are_no_tokens(name):
     ("modular_arithmetic_brackets", "(1)(2)", "an expression is"),
     ("modular_arithmetic_brackets", "(x)", "an expression is"),
     ("modular_arithmetic_brackets", "-", "an expression is"),
+    ("modular_arithmetic_brackets", "-x", "an expression is"),
+    ("modular_arithmetic_brackets", "(1*-x)", "an expression is"),
     ("solve_equation", "(x+x)=0", "one x"),
     ("solve_equation", "(1+1)=2", "one x"),
     ("solve_equation", "x=(1)", "one x"),
