@@ -142,7 +142,7 @@ class Parsed:
 class ModularArithmeticBrackets(Task):
     """The value modulo 5 of an expression with brackets, of +, -, * and signs; the grammar is in ``expressions.py``.
 
-    Products make zero the most frequent value, 29 % at length 41 and 31 % at 500, so that naming it always beats chance.
+    Products make zero the most frequent value, 29 % at length 41 and 31 % at 500, so always naming it beats chance.
     The token ``x`` never occurs.
 
     Example: ``((-1)+(3-3)) -> 4``
