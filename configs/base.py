@@ -30,6 +30,7 @@ def get_config(position: str = "dape_kerple") -> ConfigDict:
             },
             "data": {
                 "source": "stdlib",
+                "task": placeholder(str),
                 "path": "",
                 "glob": "**/*",
                 "text_field": "text",

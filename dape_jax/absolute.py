@@ -75,8 +75,15 @@ class Learned(Absolute):
         return jnp.take(params["table"], positions, axis=0, mode="fill", fill_value=jnp.nan)
 
 
-def random_positions(key: jax.Array, length: int, range_: int) -> jax.Array:
-    """``length`` of the positions 0 .. range_ - 1, drawn without replacement and sorted: int32 [length]."""
+def random_positions(key: jax.Array, length: int, range_: int, count: jax.Array | None = None) -> jax.Array:
+    """``length`` of the positions 0 .. range_ - 1, drawn without replacement and sorted: int32 [length].
+
+    With ``count``, int32 [] up to ``length``, only the first ``count`` are so drawn; the others, for padding, are
+    ``range_ - 1``.
+    """
     if length > range_:
         raise UserError(f"{length} positions cannot be drawn from a range of {range_}: a larger range is needed")
-    return jnp.sort(jax.random.permutation(key, range_)[:length]).astype(jnp.int32)
+    drawn = jax.random.permutation(key, range_)[:length].astype(jnp.int32)
+    if count is not None:
+        drawn = jnp.where(jnp.arange(length) < count, drawn, range_ - 1)
+    return jnp.sort(drawn)

@@ -13,7 +13,7 @@ import numpy as np
 from dape_jax.data.tokenizer import Tokenizer
 from dape_jax.errors import UserError
 from dape_jax.nn.transformer import Cache, TransformerConfig
-from dape_jax.training.step import make_model
+from dape_jax.training.model import make_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,11 +76,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def put_rows(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """A global array, split by rows over all devices, from this process's rows; processes may come in any order."""
-    return jax.make_array_from_process_local_data(batch_sharding(mesh), rows)
+def put_rows(mesh: Mesh, rows: Any) -> Any:
+    """Global arrays, split by rows over all devices, from a tree of this process's rows; processes in any order."""
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(batch_sharding(mesh), x), rows)
 
 
-def put_batch(mesh: Mesh, batch: np.ndarray) -> jax.Array:
-    """A global array, split by rows over all devices, from the whole batch, which every process holds, in order."""
-    return jax.make_array_from_callback(batch.shape, batch_sharding(mesh), lambda index: batch[index])
+def put_batch(mesh: Mesh, batch: Any) -> Any:
+    """Global arrays, split by rows over all devices, from a tree of whole batches, which every process holds."""
+
+    def put(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, batch_sharding(mesh), lambda index: x[index])
+
+    return jax.tree.map(put, batch)

@@ -20,7 +20,7 @@ from dape_jax import sampling, sharding
 from dape_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dape_jax.errors import UserError
 from dape_jax.training.checkpoint import Checkpoints, require_step
-from dape_jax.training.step import abstract_params
+from dape_jax.training.model import abstract_params
 from dape_jax.training.workdir import check_tokenizer, load_config
 from experiments import command
 
@@ -78,16 +78,17 @@ def _prompt() -> str:
 
 def _show(text: str, tokens: Iterator[np.ndarray], coder: Tokenizer) -> None:
     """Writes the prompt and, as they come, the tokens; the rate goes to the error output."""
-    print(text, end="", flush=True)
-    stream, count, started = sampling.TextStream(coder), 0, None
+    stream, count, started = sampling.TextStream(coder), 0, 0.0
     for token in tokens:
+        if not count:  # which compiles and reads the prompt
+            started = time.monotonic()
+            print(text, end="", flush=True)
         count += 1
-        started = started or time.monotonic()  # the first one compiles and reads the prompt
         if int(token[0]) == coder.end_of_document:
             break
         print(stream.push(int(token[0])), end="", flush=True)
     print(stream.finish(), flush=True)
-    rate = f", {(count - 1) / (time.monotonic() - started):.0f} tokens/s" if started and count > 1 else ""
+    rate = f", {(count - 1) / (time.monotonic() - started):.0f} tokens/s" if count > 1 else ""
     print(f"[{count} tokens{rate}]", file=sys.stderr)
 
 

@@ -23,14 +23,7 @@ def main(_: list[str]) -> None:
     config = config_lib.from_mapping(command.config())
     refuse_foreign(directory)
     run = make_run(config)
-    manifest = run.tokens.manifest
-    split = manifest["splits"]["train"]
-    print(
-        f"{manifest['source']['name']}: {split['documents'][1] - split['documents'][0]} documents, "
-        f"{split['tokens']:,} tokens to train on (cache {run.tokens.directory})"
-    )
-    if run.tokens.left_out():
-        print(run.tokens.left_out())
+    print("\n".join(run.problem.summary()))
     try:
         with deferred_signals() as stop:
             train(run, directory, stop=stop)

@@ -7,7 +7,7 @@ from dape_jax import Adapt, KerpleLog, Learned, RoPE, UserError, YaRN
 from dape_jax.data.tokenizer import ByteTokenizer
 from dape_jax.nn import TransformerConfig
 from dape_jax.sampling import Options, TextStream, choose, generate
-from dape_jax.training.step import init_params, make_model
+from dape_jax.training.model import init_params, make_model
 
 SMALL = {"vocab_size": 31, "num_layers": 2, "num_heads": 4, "width": 16, "mlp_width": 32}
 PROMPT = np.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])

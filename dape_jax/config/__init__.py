@@ -1,8 +1,9 @@
 """Configurations: checked, frozen, and turned into models."""
 
-from dape_jax.config.model import LABELS, Position, method_label, split_position, transformer
+from dape_jax.config.model import LABELS, Position, encoder, method_label, split_position, transformer
 from dape_jax.config.parse import from_mapping, to_dict
 from dape_jax.config.sections import (
+    CHOMSKY,
     Config,
     DataSection,
     EvaluationSection,
@@ -13,6 +14,7 @@ from dape_jax.config.sections import (
 )
 
 __all__ = [
-    "LABELS", "Config", "DataSection", "EvaluationSection", "MeshSection", "ModelSection", "OptimizerSection",
-    "Position", "TrainingSection", "from_mapping", "method_label", "split_position", "to_dict", "transformer",
+    "CHOMSKY", "LABELS", "Config", "DataSection", "EvaluationSection", "MeshSection", "ModelSection",
+    "OptimizerSection", "Position", "TrainingSection", "encoder", "from_mapping", "method_label", "split_position",
+    "to_dict", "transformer",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """From the model's section to the model: which encoding a name stands for, and its hyper-parameters."""
 
+import dataclasses
 from typing import NamedTuple
 
 from dape_jax import adapt as adapt_lib
@@ -76,6 +77,14 @@ def transformer(config: Config, vocab_size: int, platform: str, batch_axes: tupl
         batch_axes=batch_axes,
         remat=model.remat,
     )
+
+
+def encoder(
+    config: Config, vocab_size: int, output_size: int, platform: str, batch_axes: tuple[str, ...] = ()
+) -> TransformerConfig:
+    """The bidirectional model of a configuration, with ``output_size`` numbers for each token."""
+    causal = transformer(config, vocab_size, platform, batch_axes)
+    return dataclasses.replace(causal, causal=False, output_size=output_size)
 
 
 def _bias(config: Config, encoding: str, dape: bool) -> biases.Bias | None:

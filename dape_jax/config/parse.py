@@ -11,7 +11,8 @@ from typing import Any
 
 from dape_jax.attention import BACKENDS
 from dape_jax.config.model import adapt_network, split_position, transformer
-from dape_jax.config.sections import Config
+from dape_jax.config.sections import CHOMSKY, Config
+from dape_jax.data.chomsky import TASKS, get_task
 from dape_jax.data.packing import PACKINGS
 from dape_jax.errors import UserError, nearest
 
@@ -96,6 +97,11 @@ def _check_ranges(config: Config) -> None:
     dtypes = ("auto", "float32", "bfloat16")
     need("model.dtype", model.dtype in dtypes, f"is unknown{nearest(model.dtype, dtypes)}")
     need("data.sequence_length", data.sequence_length >= 1, "1 or more is needed")
+    if data.source == CHOMSKY:
+        need("data.task", data.task is not None, f"one of {', '.join(TASKS)} is needed")
+        get_task(str(data.task))
+    else:
+        need("data.task", data.task is None, f"is for data.source={CHOMSKY!r} alone")
     need("data.cache_dir", data.cache_dir != "", "the path of a folder is needed")
     need("data.packing", data.packing in PACKINGS, f"is unknown{nearest(data.packing, PACKINGS)}")
     need("data.validation_fraction", 0 < data.validation_fraction < 1, "a number between 0 and 1 is needed")

@@ -79,22 +79,30 @@ class ModelSection:
     remat: str = "none"
 
 
+CHOMSKY = "chomsky"
+"""The value of ``data.source`` that stands for a task instead of a text."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DataSection:
-    """Text and its tokens.
+    """Text and its tokens, or a task of the Chomsky Hierarchy Evaluation.
 
-    ``source`` is "stdlib" (the running Python's library); "folder", every UTF-8 file below ``path`` that matches
-    ``glob``, one document each; "jsonl", .jsonl or .jsonl.zst files in the same way, or one of them as ``path``, with
-    one document a line in the field ``text_field``; or "tfds", a prepared dataset of TensorFlow Datasets, ``path``
-    its name or folder and ``text_field`` its text feature. ``skip_broken`` leaves broken lines and records out,
-    counted, where they would be refused. ``tokenizer`` is "bytes", a tokenizer.json, or a folder with one or with
-    encoder.json and vocab.bpe. ``packing`` "stream" reads training windows over the ends of documents; "segments"
-    keeps attention, positions and loss within each document. ``cache_dir`` None is ``$XDG_CACHE_HOME/dape_jax`` or
-    ``~/.cache/dape_jax``.
+    ``sequence_length`` is that of the training windows. ``source`` is "stdlib" (the running Python's library);
+    "folder", every UTF-8 file below ``path`` that matches ``glob``, one document each; "jsonl", .jsonl or .jsonl.zst
+    files in the same way, or one of them as ``path``, with one document a line in the field ``text_field``; or "tfds",
+    a prepared dataset of TensorFlow Datasets, ``path`` its name or folder and ``text_field`` its text feature.
+    ``skip_broken`` leaves broken lines and records out, counted, where they would be refused. ``tokenizer`` is "bytes",
+    a tokenizer.json, or a folder with one or with encoder.json and vocab.bpe. ``packing`` "stream" reads training
+    windows over the ends of documents; "segments" keeps attention, positions and loss within each document.
+    ``cache_dir`` None is ``$XDG_CACHE_HOME/dape_jax`` or ``~/.cache/dape_jax``.
+
+    ``source`` "chomsky" is the task ``task``, with inputs of lengths U(1, ``sequence_length``) for a bidirectional
+    encoder; of the other fields it reads none.
     """
 
     sequence_length: int
     source: str = "stdlib"
+    task: str | None = None
     path: str = ""
     glob: str = "**/*"
     text_field: str = "text"
@@ -143,7 +151,9 @@ class TrainingSection:
 @dataclasses.dataclass(frozen=True)
 class EvaluationSection:
     """Length extrapolation. ``k`` None is the smaller of 256 and the shortest length in the protocol last_k, and 256 in
-    official. ``max_windows`` is the most windows at each length. The protocol non_overlapping takes neither."""
+    official. ``max_windows`` is the most windows at each length. The protocol non_overlapping takes neither.
+
+    A task is scored at every length up to the longest of ``lengths``, with ``max_windows`` samples of each."""
 
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     k: int | None = None

@@ -14,8 +14,9 @@ from tqdm import tqdm
 from dape_jax import sharding
 from dape_jax.evaluation.windows import Windows
 from dape_jax.nn.transformer import TransformerConfig
+from dape_jax.training.model import make_model
+from dape_jax.training.objective import token_nll
 from dape_jax.training.run import Run
-from dape_jax.training.step import make_model, token_nll
 from dape_jax.training.stop import StopFlag, Stopped, agreed
 
 TOKENS_PER_DEVICE = 2**14

@@ -20,10 +20,7 @@ def title(report: dict[str, Any]) -> str:
 
 def perplexity_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
     """Perplexity over context length, both logarithmic, a line a report, with standard errors and training length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = _pyplot()
     from matplotlib.ticker import NullLocator, ScalarFormatter
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -56,8 +53,40 @@ def perplexity_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_title(f"{first['text']['source']}, {first['text']['split']} split\n{measured}", fontsize=10)
     axes.legend()
     axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def accuracy_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accuracy of outputs over input length, a line a report, all of one task; training lengths are shaded."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    first = reports[0]
+    axes.axvspan(first["lengths"][0], first["train_length"], color="grey", alpha=0.2, label="training lengths")
+    for report in reports:
+        axes.plot(report["lengths"], report["accuracy"], linewidth=1, label=report.get("label", report["method"]))
+    axes.axhline(first["chance"], color="grey", linestyle=":", label="chance")
+    axes.set_ylim(0, 102)
+    axes.set_xlabel("input length (tokens)")
+    axes.set_ylabel("right outputs (%)")
+    axes.set_title(f"{first['task']}, {first['samples_of_each_length']} samples of each length", fontsize=10)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Writes a whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     figure.savefig(partial, dpi=150, format="png")
-    plt.close(figure)
+    _pyplot().close(figure)
     partial.replace(path)

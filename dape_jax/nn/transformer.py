@@ -1,4 +1,4 @@
-"""A decoder-only language model: pre-LayerNorm, GELU, untied output, the paper's initialisers, scanned blocks."""
+"""A transformer, causal or not: pre-LayerNorm, GELU, untied output, the paper's initialisers, scanned blocks."""
 
 import dataclasses
 from typing import NamedTuple
@@ -40,6 +40,8 @@ class TransformerConfig:
       absolute: position embeddings added to those of the tokens; None for none.
       random_range: positions are drawn from so many, sorted, anew for each key; None for 0, 1, 2 ...
       adapt: DAPE network; None for none.
+      causal: whether a token attends only to itself and earlier ones.
+      output_size: numbers that the head returns for a token; None for V.
       dtype: of the activations, "float32" or "bfloat16".
       backend: of ``dape_attention``.
       batch_axes: mesh axes over which the batch is split inside attention; () without a mesh.
@@ -57,6 +59,8 @@ class TransformerConfig:
     absolute: Absolute | None = None
     random_range: int | None = None
     adapt: adapt_lib.Adapt | None = None
+    causal: bool = True
+    output_size: int | None = None
     dtype: str = "float32"
     backend: str = "auto"
     batch_axes: tuple[str, ...] = ()
@@ -137,6 +141,7 @@ class Block(nnx.Module):
             bias=config.bias,
             adapt=config.adapt,
             rotary=config.rotary,
+            causal=config.causal,
             dtype=dtype,
             kernel_init=inner,
             out_init=outer,
@@ -185,7 +190,8 @@ class TransformerLM(nnx.Module):
 
         self.blocks = stacked(rngs)
         self.final_norm = nnx.LayerNorm(width, epsilon=1e-5, dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.head = nnx.Linear(width, config.vocab_size, use_bias=False, dtype=jnp.float32, kernel_init=init, rngs=rngs)
+        out = config.vocab_size if config.output_size is None else config.output_size
+        self.head = nnx.Linear(width, out, use_bias=False, dtype=jnp.float32, kernel_init=init, rngs=rngs)
 
     def __call__(
         self,
@@ -200,12 +206,15 @@ class TransformerLM(nnx.Module):
           tokens: int32 [B, T].
           positions: int32 [T] or [B, T]; default 0 .. T-1.
           segment_ids: int32 [B, T]; only equal ones attend to each other.
-          key: for randomised positions, which need one: T positions are drawn with it, and ``positions`` says which of
-            them each token has. Other models do not read it.
+          key: for randomised positions: T positions are drawn with it, and ``positions`` says which of them each token
+            has. Without a key, ``positions`` are what was drawn. Other models do not read it.
         """
         axes, length = self.config.batch_axes, tokens.shape[1]
-        drawn = self._drawn_positions(length, key)
-        positions = drawn if positions is None else drawn[positions] if self.config.random_range else positions
+        if positions is None:
+            positions = self._drawn_positions(length, key)
+        elif self.config.random_range is not None and key is not None:
+            positions = self._drawn_positions(length, key)[positions]
+        self.config.check_length(length)
 
         def step(block: Block, x: jax.Array) -> jax.Array:
             return _placed(block(x, positions, segment_ids), axes)

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from dape_jax import config as config_lib
 from dape_jax import sharding
 from dape_jax.attention import choose_backend
-from dape_jax.data.batches import Windows, row_origins, training_batches
 from dape_jax.errors import UserError
 from dape_jax.training import optimizer as optimizer_lib
 from dape_jax.training.checkpoint import Checkpoints
@@ -72,17 +71,16 @@ def train(run: Run, workdir: Path, show_progress: bool = True, stop: StopFlag | 
         if first:
             _log.info("resuming at step %d of %d", first, training.steps)
         step_fn = compile_step(
-            run.model, optimizer, abstract, run.mesh, training.accumulate, run.segment_end, training.seed
+            run.model, run.problem.objective, optimizer, abstract, run.mesh, training.accumulate, training.seed
         )
-        of_run = (run.tokens, config.data.sequence_length, training.batch_size, training.seed)
-        batches = training_batches(*of_run, first, jax.process_index(), jax.process_count())
+        batches = run.problem.batches(first, jax.process_index(), jax.process_count())
         recorder = Recorder(
             workdir if writes else None,
             first,
             training.tensorboard,
             optimizer_lib.schedule(config.optimizer, training.steps),
-            training.batch_size * config.data.sequence_length,
-            lambda step: row_origins(*of_run, step - 1),
+            run.problem.targets_per_step,
+            lambda step: run.problem.origins(step - 1),
         )
         progress = tqdm(
             total=training.steps,
@@ -153,6 +151,6 @@ def _check(run: Run) -> None:
         raise UserError(
             f"training.batch_size={training.batch_size} cannot be split over {run.mesh.size} devices{parts}"
         )
-    Windows(run.tokens, "train", run.config.data.sequence_length)  # refuses a text that is too short
+    run.problem.check()
     if training.tensorboard:
         check_tensorboard()

@@ -11,6 +11,7 @@ import jax
 
 from dape_jax.training.checkpoint import SaveFailed
 from dape_jax.training.metrics import MetricsFile, TensorBoard
+from dape_jax.training.problem import described
 from dape_jax.training.spikes import SpikeDetector
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Recorder:
       tensorboard: whether to write tensorboard/.
       schedule: learning rate by step.
       tokens_per_step: targets of a batch.
-      origins: the rows of the batch of a step, as ``dape_jax.data.batches.row_origins`` describes them.
+      origins: the rows of the batch of a step, as ``Problem.origins`` gives them.
     """
 
     def __init__(
@@ -134,6 +135,6 @@ class Recorder:
 
 def name_rows(rows: list[dict[str, Any]]) -> str:
     """The first rows of a batch in words."""
-    named = [f"row {r['row']} from token {r['offset']} of {r['documents'][0]}" for r in rows[:NAMED_ROWS]]
+    named = [described(row) for row in rows[:NAMED_ROWS]]
     more = len(rows) - len(named)
     return ", ".join(named) + (f" and {more} more rows that metrics.jsonl names" if more else "")

@@ -9,9 +9,13 @@ from jax.sharding import Mesh
 
 from dape_jax import config as config_lib
 from dape_jax import sharding
-from dape_jax.config import Config
+from dape_jax.config import CHOMSKY, Config
 from dape_jax.data import cache, text, tokenizer
+from dape_jax.data.chomsky import get_task
+from dape_jax.errors import UserError
 from dape_jax.nn.transformer import TransformerConfig
+from dape_jax.sharding import BATCH_AXES
+from dape_jax.training.problem import Chomsky, LanguageModelling, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,25 +25,30 @@ class Run:
     Fields:
       config: as checked.
       model: the model's configuration.
-      tokens: the open token cache.
+      problem: what it is trained on.
       mesh: devices.
     """
 
     config: Config
     model: TransformerConfig
-    tokens: cache.TokenCache
+    problem: Problem
     mesh: Mesh
 
     @property
-    def segment_end(self) -> int | None:
-        """The id that ends documents if attention is to stay within them in training, else None."""
-        end = self.tokens.manifest["tokenizer"]["end_of_document"]["id"]
-        return end if self.config.data.packing == "segments" else None
+    def tokens(self) -> cache.TokenCache:
+        """The open token cache of a run on text."""
+        if not isinstance(self.problem, LanguageModelling):
+            raise UserError(f"{self.problem.name} is no text")
+        return self.problem.tokens
 
 
 def make_run(config: Config, show_progress: bool = True) -> Run:
-    """Makes mesh and token cache; raises before anything is written if they cannot be."""
+    """Makes mesh, batches and, for text, the token cache; raises before anything is written if they cannot be."""
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
+    if config.data.source == CHOMSKY:
+        task = get_task(str(config.data.task))
+        model = config_lib.encoder(config, task.input_vocab + 1, task.output_vocab, jax.default_backend(), BATCH_AXES)
+        return Run(config, model, Chomsky(config, task), mesh)
     coder = tokenizer.load_tokenizer(config.data.tokenizer)
     source = load_text(config)
     tokens = cache.open_or_build(
@@ -50,8 +59,8 @@ def make_run(config: Config, show_progress: bool = True) -> Run:
         config.data.test_fraction,
         show_progress,
     )
-    model = config_lib.transformer(config, coder.vocab_size, jax.default_backend(), sharding.BATCH_AXES)
-    return Run(config, model, tokens, mesh)
+    model = config_lib.transformer(config, coder.vocab_size, jax.default_backend(), BATCH_AXES)
+    return Run(config, model, LanguageModelling(config, tokens), mesh)
 
 
 def load_text(config: Config) -> text.Source:

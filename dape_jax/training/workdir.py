@@ -78,15 +78,14 @@ def claim(workdir: Path, run: Run) -> None:
     """
     refuse_foreign(workdir)
     path = workdir / CONFIG_FILE
-    manifest = run.tokens.manifest
     record = {
         "config": config_lib.to_dict(run.config),
         "dtype": run.model.dtype,
-        "tokenizer": manifest["tokenizer"],
-        "tokens_sha256": manifest["tokens_sha256"],
+        "tokenizer": run.problem.tokenizer,
+        "tokens_sha256": run.problem.fingerprint,
     }
     if path.exists():
-        check_tokenizer(workdir, run.config.data.tokenizer, manifest["tokenizer"])
+        check_tokenizer(workdir, run.config.data.tokenizer, run.problem.tokenizer)
         before, now = _flat(_read(path)), _flat(record)
         for name in sorted({*before, *now}):
             field = name.removeprefix("config.")
@@ -129,8 +128,8 @@ def check_tokenizer(workdir: Path, name: str, description: dict) -> None:
 
 def check_text(workdir: Path, run: Run) -> None:
     """Refuses a text that is not the one that the run in ``workdir`` was started on."""
-    if run.tokens.manifest["tokens_sha256"] != read_record(workdir)["tokens_sha256"]:
-        raise UserError(f"{run.tokens.manifest['source']['name']} has changed since {workdir} was trained on it")
+    if run.problem.fingerprint != read_record(workdir)["tokens_sha256"]:
+        raise UserError(f"{run.problem.name} has changed since {workdir} was trained on it")
 
 
 def _tokenizer_line(description: dict) -> str:

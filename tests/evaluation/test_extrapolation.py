@@ -13,7 +13,7 @@ from dape_jax.errors import UserError
 from dape_jax.evaluation import extrapolation, plots, protocols, report, table, windows
 from dape_jax.evaluation.protocols import make_plan
 from dape_jax.evaluation.statistics import perplexity
-from dape_jax.training import step as step_lib
+from dape_jax.training import model as model_lib
 
 
 def test_windows_score_the_same_targets_at_every_length(run):
@@ -42,12 +42,12 @@ def test_few_windows_are_spread_over_documents(run):
 
 
 def test_scores_equal_a_model_run_by_hand(run):
-    params = step_lib.init_params(run.model, jax.random.key(0))
+    params = model_lib.init_params(run.model, jax.random.key(0))
     with jax.set_mesh(run.mesh):
         plan = make_plan("last_k", run.tokens, "test", [40, 300], k=20, max_windows=11)
         scores = extrapolation.score(run, params, plan.windows, show_progress=False)
     end = plan.targets.end
-    model = step_lib.make_model(dataclasses.replace(run.model, batch_axes=()), params)
+    model = model_lib.make_model(dataclasses.replace(run.model, batch_axes=()), params)
     assert isinstance(model, nnx.Module)
     for length in (40, 300):
         assert scores[length].targets.tolist() == [20] * len(end)
@@ -59,7 +59,7 @@ def test_scores_equal_a_model_run_by_hand(run):
 
 
 def test_partial_batches_count_exactly(run, monkeypatch):
-    params = step_lib.init_params(run.model, jax.random.key(0))
+    params = model_lib.init_params(run.model, jax.random.key(0))
     plan = make_plan("last_k", run.tokens, "test", [100], k=10, max_windows=19)
     whole = extrapolation.score(run, params, plan.windows, show_progress=False)[100]
     monkeypatch.setattr(extrapolation, "TOKENS_PER_DEVICE", 100)
@@ -104,7 +104,7 @@ def test_lengths_beyond_every_document_are_named(run):
 
 
 def test_report_says_what_was_measured(run, tmp_path, capsys):
-    params = step_lib.init_params(run.model, jax.random.key(0))
+    params = model_lib.init_params(run.model, jax.random.key(0))
     plan = make_plan("last_k", run.tokens, "test", [10, 100], k=10, max_windows=19)
     scores = extrapolation.score(run, params, plan.windows, show_progress=False)
     made = report.make_report(run, plan, scores, 7)
@@ -146,7 +146,7 @@ def test_report_says_what_was_measured(run, tmp_path, capsys):
 
 
 def test_one_document_has_no_standard_error(run, tmp_path):
-    params = step_lib.init_params(run.model, jax.random.key(0))
+    params = model_lib.init_params(run.model, jax.random.key(0))
     plan = make_plan("last_k", run.tokens, "test", [100], k=10, max_windows=1)
     scores = extrapolation.score(run, params, plan.windows, show_progress=False)
     path = report.write_report(report.make_report(run, plan, scores, 1), tmp_path)

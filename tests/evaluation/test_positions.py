@@ -9,12 +9,12 @@ import pytest
 from dape_jax.evaluation import extrapolation, report, table
 from dape_jax.evaluation.protocols import make_plan
 from dape_jax.rotary import RoPE, YaRN
-from dape_jax.training import step as step_lib
+from dape_jax.training import model as model_lib
 
 
 def scored(run, draws=1, seed=0, **model):
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, bias=None, adapt=None, **model))
-    params = step_lib.init_params(run.model, jax.random.key(0))
+    params = model_lib.init_params(run.model, jax.random.key(0))
     params["head"]["kernel"] *= 8.0
     for name in "qko":
         params["blocks"]["attention"][name]["kernel"] *= 10.0
@@ -25,7 +25,7 @@ def scored(run, draws=1, seed=0, **model):
 
 def by_hand(run, params, plan, length, rotary, key=None):
     """Summed negative log-likelihoods of the windows, from a model with the encoding ``rotary``."""
-    model = step_lib.make_model(dataclasses.replace(run.model, rotary=rotary, batch_axes=()), params)
+    model = model_lib.make_model(dataclasses.replace(run.model, rotary=rotary, batch_axes=()), params)
     rows = np.stack([run.tokens.tokens[e - length : e + 1] for e in plan.targets.end]).astype(np.int32)
     logits = model.logits(model(rows[:, :-1], key=key))[:, -8:]
     nll = -np.take_along_axis(jax.nn.log_softmax(logits), rows[:, -8:, None], axis=-1)

@@ -10,14 +10,14 @@ import pytest
 from dape_jax.errors import UserError
 from dape_jax.evaluation import extrapolation, plots, protocols, report, table, windows
 from dape_jax.evaluation.protocols import make_plan
-from dape_jax.training import step as step_lib
+from dape_jax.training import model as model_lib
 from tests.evaluation import naive
 
 
 @pytest.fixture
 def params(run):
     """Parameters whose predictions depend on what precedes: fresh ones of a small model say almost the same always."""
-    params = step_lib.init_params(run.model, jax.random.key(0))
+    params = model_lib.init_params(run.model, jax.random.key(0))
     params["head"]["kernel"] *= 8.0
     params["blocks"]["attention"]["q"]["kernel"] *= 10.0
     params["blocks"]["attention"]["o"]["kernel"] *= 10.0

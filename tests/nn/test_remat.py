@@ -11,7 +11,9 @@ import pytest
 from dape_jax import Adapt, KerpleLog
 from dape_jax.errors import UserError
 from dape_jax.nn.transformer import REMAT, TransformerConfig
+from dape_jax.training import model as model_lib
 from dape_jax.training import step as step_lib
+from dape_jax.training.objective import NextToken
 from tests.conftest import relative_error
 
 MODEL = TransformerConfig(
@@ -23,8 +25,10 @@ ROWS = np.random.default_rng(0).integers(0, 64, (4, 129)).astype(np.int32)
 @functools.cache
 def compiled(remat):
     model = dataclasses.replace(MODEL, remat=remat, backend="blockwise")
-    params = step_lib.init_params(model, jax.random.key(0))
-    fn = jax.jit(jax.value_and_grad(functools.partial(step_lib.loss_fn, model))).lower(params, jnp.asarray(ROWS))
+    params = model_lib.init_params(model, jax.random.key(0))
+    fn = jax.jit(jax.value_and_grad(functools.partial(step_lib.loss_fn, model, NextToken()))).lower(
+        params, jnp.asarray(ROWS)
+    )
     return fn.compile(), params
 
 
@@ -44,7 +48,9 @@ def test_memory_shrinks():
 def test_only_full_computes_the_attention_again():
     def loops(remat):
         model = dataclasses.replace(MODEL, remat=remat, backend="blockwise")
-        jaxpr = jax.make_jaxpr(jax.grad(functools.partial(step_lib.loss_fn, model)))(compiled(remat)[1], ROWS)
+        jaxpr = jax.make_jaxpr(jax.grad(functools.partial(step_lib.loss_fn, model, NextToken())))(
+            compiled(remat)[1], ROWS
+        )
         return str(jaxpr).count(" while[")
 
     assert loops("none") > 0

@@ -17,8 +17,8 @@ import pytest
 from dape_jax.errors import UserError
 from dape_jax.training import checkpoint, loop, metrics, stop, validation
 from dape_jax.training.checkpoint import Checkpoints, SaveFailed
+from dape_jax.training.model import init_params
 from dape_jax.training.recorder import Recorder
-from dape_jax.training.step import init_params
 from dape_jax.training.stop import Stopped, deferred_signals
 from tests.training.conftest import losses, validations
 

@@ -8,12 +8,13 @@ import pytest
 from configs import base
 from dape_jax import config as config_lib
 from dape_jax import sharding
-from dape_jax.data import vocabulary
+from dape_jax.data import batches, vocabulary
 from dape_jax.errors import UserError
 from dape_jax.training import checkpoint, loop, step
 from dape_jax.training import optimizer as optimizer_lib
 from dape_jax.training import run as run_lib
 from dape_jax.training import workdir as workdir_lib
+from dape_jax.training.objective import NextToken
 from tests.training.conftest import lines, losses
 
 
@@ -113,7 +114,7 @@ def test_another_tokenizer_is_refused_and_a_moved_one_is_not(text_folder, tmp_pa
         (tmp_path / name).write_text(vocabulary.train_bpe(texts, size, show_progress=False))
     shutil.copy(tmp_path / "a.json", tmp_path / "moved.json")
     first = run(tmp_path / "a.json", packing="segments")
-    assert (first.model.vocab_size, first.segment_end) == (280, 0)
+    assert (first.model.vocab_size, first.problem.objective) == (280, NextToken(0))
     workdir_lib.claim(tmp_path / "run", first)
     workdir_lib.claim(tmp_path / "run", run(tmp_path / "moved.json", packing="segments"))
     for other, ids in ((tmp_path / "other.json", 281), ("bytes", 257)):
@@ -122,7 +123,7 @@ def test_another_tokenizer_is_refused_and_a_moved_one_is_not(text_folder, tmp_pa
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="data.packing is 'segments' there and 'stream' here"):
         workdir_lib.claim(tmp_path / "run", run(tmp_path / "a.json"))
-    assert run(tmp_path / "a.json").segment_end is None
+    assert run(tmp_path / "a.json").problem.objective == NextToken()
 
 
 def test_a_batch_that_does_not_fit_the_devices_is_named_before_anything_is_written(make, tmp_path):
@@ -137,8 +138,8 @@ def test_checkpoints_that_are_not_there_are_named(tmp_path):
 
 
 def test_the_loop_uses_the_seed_and_the_schedule(make, tmp_path, monkeypatch):
-    seen, original = [], loop.training_batches
-    monkeypatch.setattr(loop, "training_batches", lambda *a: (seen.append(a[3]), original(*a))[1])
+    seen, original = [], batches.training_batches
+    monkeypatch.setattr(batches, "training_batches", lambda *a: (seen.append(a[3]), original(*a))[1])
     run = make(seed=7, steps=3)
     loop.train(run, tmp_path / "run", show_progress=False)
     assert seen == [7]

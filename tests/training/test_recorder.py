@@ -12,8 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dape_jax.data.batches import Windows, row_origins, training_batches
 from dape_jax.errors import UserError
 from dape_jax.training import loop, metrics, validation
+from dape_jax.training import model as model_lib
 from dape_jax.training import step as step_lib
 from dape_jax.training.checkpoint import Checkpoints
+from dape_jax.training.objective import NextToken
 from dape_jax.training.recorder import NonFiniteUpdate, name_rows
 from dape_jax.training.spikes import DEVIATIONS, FEWEST, SpikeDetector
 from dape_jax.training.stop import StopFlag
@@ -24,9 +26,9 @@ def poison(monkeypatch, rows):
     """Makes the loss of the batch whose first row is ``rows`` infinite."""
     original = step_lib.loss_fn
 
-    def loss_fn(config, params, batch, *others):
+    def loss_fn(config, objective, params, batch, *others):
         bad = (batch[0] == jnp.asarray(rows)).all()
-        return original(config, params, batch, *others) * jnp.where(bad, jnp.inf, 1.0)
+        return original(config, objective, params, batch, *others) * jnp.where(bad, jnp.inf, 1.0)
 
     monkeypatch.setattr(step_lib, "loss_fn", loss_fn)
 
@@ -166,10 +168,10 @@ def test_tensorboard_without_its_library_is_refused_before_anything_is_written(m
 
 def test_validation_in_batches_is_the_mean_over_all_windows(make):
     run = make("rope", validation_windows=24, batch_size=16)  # 16 windows, then 8
-    params = step_lib.init_params(run.model, jax.random.key(1))
+    params = model_lib.init_params(run.model, jax.random.key(1))
     windows = Windows(run.tokens, "validation", 32)
     rows = np.stack([windows[int(i)] for i in np.linspace(0, len(windows) - 1, 24)])
     with jax.set_mesh(run.mesh):
         found = validation.make_validation(run, StopFlag())(params)
-        want = float(jax.jit(lambda p: step_lib.loss_fn(run.model, p, jnp.asarray(rows)))(params))
+        want = float(jax.jit(lambda p: step_lib.loss_fn(run.model, NextToken(), p, jnp.asarray(rows)))(params))
     assert found == pytest.approx(want, rel=1e-6)

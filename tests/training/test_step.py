@@ -10,8 +10,11 @@ import pytest
 from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, RoPE, T5Bias, sharding
 from dape_jax.config import OptimizerSection
 from dape_jax.nn import TransformerConfig
+from dape_jax.training import model as model_lib
+from dape_jax.training import objective as objective_lib
 from dape_jax.training import optimizer as optimizer_lib
 from dape_jax.training import step as step_lib
+from dape_jax.training.objective import NextToken
 from tests.conftest import relative_error
 
 MODEL = TransformerConfig(
@@ -30,7 +33,7 @@ def trained(mesh=(1, 1), model=MODEL, end=None, microbatches=1):
     with jax.set_mesh(mesh):
         init, abstract = step_lib.init_state(model, optimizer, 0, mesh)
         state, moment = init(), None
-        train_step = step_lib.compile_step(model, optimizer, abstract, mesh, microbatches, end)
+        train_step = step_lib.compile_step(model, NextToken(end), optimizer, abstract, mesh, microbatches)
         out = []
         for number, batch in enumerate(rows):
             state, metrics = train_step(state, sharding.put_rows(mesh, batch), np.int32(number))
@@ -60,9 +63,9 @@ def test_eight_devices_give_the_losses_of_one(position):
 def test_first_loss_is_near_uniform_and_grad_norm_is_the_gradients():
     (loss, norm), *_ = trained()[0]
     assert abs(loss - np.log(32)) < 0.2
-    params = step_lib.init_params(MODEL, jax.random.key(0))
+    params = model_lib.init_params(MODEL, jax.random.key(0))
     rows = np.random.default_rng(0).integers(0, 32, (6, 16, 25)).astype(np.int32)[0]
-    want, grads = jax.jit(jax.value_and_grad(lambda p: step_lib.loss_fn(MODEL, p, rows)))(params)
+    want, grads = jax.jit(jax.value_and_grad(lambda p: step_lib.loss_fn(MODEL, NextToken(), p, rows)))(params)
     assert np.isclose(loss, want, rtol=1e-5)
     assert np.isclose(norm, optax.tree.norm(grads), rtol=1e-5)
 
@@ -73,32 +76,34 @@ def test_first_loss_is_near_uniform_and_grad_norm_is_the_gradients():
 def test_segments_give_each_document_the_loss_it_has_alone(position):
     """The packed loss and gradient are those of the documents one by one, weighted by their targets."""
     model = dataclasses.replace(MODEL, num_layers=1, **position)
-    params = step_lib.init_params(model, jax.random.key(0))
+    params = model_lib.init_params(model, jax.random.key(0))
     rng = np.random.default_rng(0)
     end = 31
     rows = rng.integers(0, end, (3, 13)).astype(np.int32)
     rows[0, 2::3] = rows[1, 4::5] = end  # documents of 3 in the first row, of 5 in the second, the last ones cut short
 
     def packed(params):
-        return step_lib.loss_fn(model, params, jnp.asarray(rows), end)
+        return step_lib.loss_fn(model, NextToken(end), params, jnp.asarray(rows))
 
     def alone(params):
         pieces = [rows[0, :12].reshape(4, 3), rows[1, :10].reshape(2, 5), rows[1:2, 10:], rows[2:]]
         counts = [piece.shape[0] * (piece.shape[1] - 1) for piece in pieces]
-        losses = [step_lib.loss_fn(model, params, piece) * n for piece, n in zip(pieces, counts, strict=True)]
+        losses = [
+            step_lib.loss_fn(model, NextToken(), params, piece) * n for piece, n in zip(pieces, counts, strict=True)
+        ]
         return sum(losses) / sum(counts)
 
     (got, grads), (want, want_grads) = (jax.jit(jax.value_and_grad(f))(params) for f in (packed, alone))
     assert np.isclose(got, want, rtol=1e-6)
     for (path, g), w in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
         assert np.linalg.norm(w) < 1e-7 or relative_error(g, w) < 1e-4, path
-    stream = jax.jit(lambda p: step_lib.loss_fn(model, p, rows))(params)
+    stream = jax.jit(lambda p: step_lib.loss_fn(model, NextToken(), p, rows))(params)
     assert abs(float(stream) - float(got)) > 1e-4  # the stream's loss is another
 
 
 @pytest.mark.parametrize("chunk", [7 * 3 * 11, 2**24, 1])
 def test_token_nll_in_chunks(chunk, monkeypatch):
-    monkeypatch.setattr(step_lib, "LOSS_CHUNK", chunk)
+    monkeypatch.setattr(objective_lib, "LOSS_CHUNK", chunk)
     hidden = jax.random.normal(jax.random.key(0), (3, 10, 8))
     head = jax.random.normal(jax.random.key(1), (8, 11))
     targets = jax.random.randint(jax.random.key(2), (3, 10), 0, 11)
@@ -108,7 +113,7 @@ def test_token_nll_in_chunks(chunk, monkeypatch):
         log_p = jax.nn.log_softmax(jnp.einsum("btm,mv->btv", hidden, head))
         return -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
 
-    got, vjp = jax.vjp(lambda h, w: step_lib.token_nll(h, w, targets), hidden, head)
+    got, vjp = jax.vjp(lambda h, w: objective_lib.token_nll(h, w, targets), hidden, head)
     want, want_vjp = jax.vjp(naive, hidden, head)
     assert relative_error(got, want) < 1e-6
     for a, b in zip(vjp(cotangent), want_vjp(cotangent), strict=True):
@@ -129,7 +134,7 @@ def test_schedule():
 def test_weight_decay_is_chosen_by_name():
     for bias, decayed_bias in ((KerpleLog(), set()), (T5Bias(), set()), (FIRE(), {"w1", "w2"}), (ALiBi(), set())):
         model = dataclasses.replace(MODEL, bias=bias)
-        params = jax.eval_shape(lambda m=model: step_lib.init_params(m, jax.random.key(0)))
+        params = jax.eval_shape(lambda m=model: model_lib.init_params(m, jax.random.key(0)))
         mask = optimizer_lib.decay_mask(params)
         names = {sharding.path_string(path) for path, on in jax.tree.leaves_with_path(mask) if on}
         assert names == {
@@ -175,9 +180,9 @@ def test_a_batch_in_microbatches_gives_the_step_of_the_whole_batch(mesh, end):
 
 def test_microbatches_agree_with_optax_multisteps():
     rows = np.random.default_rng(1).integers(0, 32, (16, 25)).astype(np.int32)
-    params = step_lib.init_params(MODEL, jax.random.key(0))
-    _, grads = jax.jit(lambda p: step_lib.loss_and_grads(MODEL, p, jnp.asarray(rows), 4))(params)
-    own = jax.jit(jax.grad(lambda p, part: step_lib.loss_fn(MODEL, p, part)))
+    params = model_lib.init_params(MODEL, jax.random.key(0))
+    _, grads = jax.jit(lambda p: step_lib.loss_and_grads(MODEL, NextToken(), p, jnp.asarray(rows), 4))(params)
+    own = jax.jit(jax.grad(lambda p, part: step_lib.loss_fn(MODEL, NextToken(), p, part)))
     optimizer = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=4)
     state, after = optimizer.init(params), params
     for part in range(4):
@@ -195,9 +200,11 @@ def test_each_device_keeps_its_rows_in_microbatches():
     with jax.set_mesh(mesh):
         _, abstract = step_lib.init_state(model, optimizer, 0, mesh)
         rows = jax.ShapeDtypeStruct((32, 25), jnp.int32, sharding=sharding.batch_sharding(mesh))
-        compiled = step_lib.compile_step(model, optimizer, abstract, mesh, 4).lower(abstract, rows, np.int32(0))
+        compiled = step_lib.compile_step(model, NextToken(), optimizer, abstract, mesh, 4).lower(
+            abstract, rows, np.int32(0)
+        )
         text = compiled.compile().as_text()
-        parts = jax.jit(lambda x: step_lib._split_rows(sharding.BATCH_AXES, x, 4))(
+        parts = jax.jit(lambda x: step_lib._split_rows(sharding.BATCH_AXES, 4, x))(
             sharding.put_rows(mesh, np.arange(32, dtype=np.int32)[:, None])
         )
     assert "all-reduce" in text  # of the gradients: the text is that of a program over several devices
@@ -213,7 +220,7 @@ def test_an_update_that_is_not_finite_is_not_applied_nor_are_those_after_it():
     rows = sharding.put_rows(mesh, np.random.default_rng(0).integers(0, 32, (16, 25)).astype(np.int32))
     with jax.set_mesh(mesh):
         init, abstract = step_lib.init_state(model, optimizer, 0, mesh)
-        train_step = step_lib.compile_step(model, optimizer, abstract, mesh)
+        train_step = step_lib.compile_step(model, NextToken(), optimizer, abstract, mesh)
         state, _ = train_step(init(), rows, np.int32(0))
         good = jax.device_get(state)
         head = state.params["head"]["kernel"]
@@ -240,7 +247,9 @@ def test_a_finite_gradient_whose_update_overflows_is_not_applied():
     with jax.set_mesh(mesh):
         init, abstract = step_lib.init_state(model, optimizer, 0, mesh)
         before = jax.device_get(init())
-        state, measured = step_lib.compile_step(model, optimizer, abstract, mesh)(init(), rows, np.int32(0))
+        state, measured = step_lib.compile_step(model, NextToken(), optimizer, abstract, mesh)(
+            init(), rows, np.int32(0)
+        )
     assert np.isfinite([measured["loss"], measured["grad_norm"]]).all()
     assert not np.isfinite(measured["update_norm"])
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
@@ -250,10 +259,10 @@ def test_a_finite_gradient_whose_update_overflows_is_not_applied():
 def test_a_step_projects():
     model = dataclasses.replace(MODEL, adapt=None)
     optimizer = optax.sgd(100.0)
-    params = step_lib.init_params(model, jax.random.key(0))
+    params = model_lib.init_params(model, jax.random.key(0))
     state = step_lib.TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     rows = jnp.asarray(np.random.default_rng(0).integers(0, 31, (4, 13)), jnp.int32)
-    train_step = jax.jit(functools.partial(step_lib.train_step, model, optimizer, 1, None))
+    train_step = jax.jit(functools.partial(step_lib.train_step, model, NextToken(), optimizer, 1, 0))
     after, _ = train_step(state, rows, jnp.zeros((), jnp.int32))
     bias = after.params["blocks"]["attention"]["bias"]
     # The step is so large that some parameter must have been stopped by its bound.
@@ -287,26 +296,26 @@ def test_the_initial_state_depends_on_the_seed():
 def test_randomised_positions_are_drawn_anew_at_each_step_from_the_seed():
     model = dataclasses.replace(MODEL, bias=None, adapt=None, rotary=RoPE(), random_range=100)
     optimizer = optimizer_lib.make_optimizer(OPTIMIZER, 5)
-    params = step_lib.init_params(model, jax.random.key(0))
+    params = model_lib.init_params(model, jax.random.key(0))
     for name in "qk":
         params["blocks"]["attention"][name]["kernel"] *= 20.0
     rows = jnp.asarray(np.random.default_rng(0).integers(0, 32, (4, 25)), jnp.int32)
 
     @jax.jit
     def loss(step, seed_key):
-        return step_lib.loss_fn(model, params, rows, key=jax.random.fold_in(seed_key, step))
+        return step_lib.loss_fn(model, NextToken(), params, rows, key=jax.random.fold_in(seed_key, step))
 
     @functools.partial(jax.jit, static_argnums=1)
     def stepped(step, seed):
         state = step_lib.TrainState(params, optimizer.init(params), step)
-        return step_lib.train_step(model, optimizer, 1, None, state, rows, step, seed)[1]["loss"]
+        return step_lib.train_step(model, NextToken(), optimizer, 1, seed, state, rows, step)[1]["loss"]
 
     want = [float(loss(step, jax.random.key(seed))) for step, seed in ((0, 0), (3, 0), (0, 7))]
     got = [float(stepped(jnp.int32(step), seed)) for step, seed in ((0, 0), (3, 0), (0, 7))]
     assert np.allclose(got, want, rtol=1e-6)
     assert len({round(x, 5) for x in got}) == 3
-    parts = jax.jit(lambda p: step_lib.loss_and_grads(model, p, rows, 2, key=jax.random.key(3))[0])(params)
+    parts = jax.jit(lambda p: step_lib.loss_and_grads(model, NextToken(), p, rows, 2, key=jax.random.key(3))[0])(params)
     keys = jax.random.split(jax.random.key(3), 2)
-    half = jax.jit(lambda rows, key: step_lib.loss_fn(model, params, rows, key=key))
+    half = jax.jit(lambda rows, key: step_lib.loss_fn(model, NextToken(), params, rows, key=key))
     halves = [half(rows[2 * i : 2 * i + 2], keys[i]) for i in range(2)]
     assert np.isclose(parts, np.mean(halves), rtol=1e-6)

@@ -40,5 +40,5 @@ TASKS: dict[str, Task] = {
 def get_task(name: str) -> Task:
     """The task of that name."""
     if name not in TASKS:
-        raise UserError(f"task={name!r} is unknown{nearest(name, TASKS)}")
+        raise UserError(f"data.task={name!r} is unknown{nearest(name, TASKS)}")
     return TASKS[name]
