@@ -14,5 +14,5 @@ def get_config(position: str = "dape_kerple") -> ConfigDict:
     config.model.dape.width = 32
     config.optimizer.update(learning_rate=1e-3, warmup_fraction=0.05)
     config.training.update(steps=1500, batch_size=64, log_every=50, checkpoint_every=500)
-    config.evaluation.update(max_windows=64)
+    config.evaluation.update(max_windows=32)
     return config

@@ -74,6 +74,28 @@ def accuracy_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def accuracy_of_tasks(table: dict[str, Any], path: Path) -> None:
+    """Accuracy over input length, a panel a task and a line a method, of a ``chomsky_table``; training shaded."""
+    plt = _pyplot()
+    tasks = table["tasks"]
+    columns = min(3, len(tasks))
+    rows = -(-len(tasks) // columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(5 * columns, 3.5 * rows), squeeze=False, layout="constrained")
+    for panel in panels.ravel()[len(tasks) :]:
+        panel.set_axis_off()
+    for task, panel in zip(tasks, panels.ravel(), strict=False):
+        panel.axvspan(1, table["train_length"], color="grey", alpha=0.2)
+        own = [cell for cell in table["cells"] if cell["task"] == task]
+        for cell in own:
+            lengths = range(table["lengths"][1] - len(cell["accuracy"]) + 1, table["lengths"][1] + 1)
+            panel.plot(lengths, cell["accuracy"], linewidth=1, label=cell["method"])
+        panel.axhline(own[0]["chance"], color="grey", linestyle=":")
+        panel.set(ylim=(0, 102), xlabel="input length (tokens)", ylabel="right outputs (%)", title=task)
+        panel.grid(alpha=0.3)
+    panels[0, 0].legend(fontsize=8)
+    _save(figure, path)
+
+
 def _pyplot() -> Any:
     import matplotlib
 

@@ -1,0 +1,124 @@
+"""The table of many runs on tasks of the Chomsky hierarchy: mean and deviation over seeds, beside the paper's."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dape_jax import config as config_lib
+from dape_jax.data.chomsky import get_task
+from dape_jax.errors import UserError
+from dape_jax.evaluation import plots
+from dape_jax.evaluation.chomsky_paper import printed
+from dape_jax.evaluation.chomsky_report import PROTOCOL
+from dape_jax.evaluation.report import FORMAT, write_json
+
+
+def latest_report(workdir: Path) -> dict[str, Any] | None:
+    """The report of the latest step in a run's folder, None if there is none yet."""
+    found = []
+    for path in (workdir / "evaluation").glob(f"{PROTOCOL}_*.json"):
+        name = re.search(r"_step(\d+)_1to(\d+)$", path.stem)
+        if name:
+            found.append((int(name[1]), int(name[2]), path))
+    if not found:
+        return None
+    path = max(found)[2]
+    try:
+        report = json.loads(path.read_text())
+        if report["format"] != FORMAT:
+            raise UserError(f"{path} has format {report['format']}; this version reads {FORMAT}")
+    except (ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is damaged: {e!r}") from e
+    return report
+
+
+def make_table(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The table as a JSON-able dictionary, from the reports of any tasks, methods and seeds.
+
+    Raises:
+      UserError: the runs were not trained or scored alike.
+    """
+    for what in ("train_length", "step", "samples_of_each_length", "model", "evaluation_seed"):
+        differing = {json.dumps(report[what]) for report in reports}
+        if len(differing) > 1:
+            raise UserError(f"the runs cannot stand in one table: {what} is {' and '.join(sorted(differing))}")
+    tasks = list(dict.fromkeys(report["task"] for report in reports))
+    positions = list(dict.fromkeys(report["position"] for report in reports))
+    cells = []
+    for task in tasks:
+        for position in positions:
+            own = [r for r in reports if (r["task"], r["position"]) == (task, position)]
+            if own:
+                cells.append(_cell(task, position, own))
+    first = reports[0]
+    shared = ("train_length", "step", "samples_of_each_length", "model", "evaluation_seed")
+    return {
+        "format": FORMAT,
+        "protocol": f"{PROTOCOL}_table",
+        "tasks": tasks,
+        "methods": positions,
+        "lengths": [first["train_length"] + 1, first["lengths"][-1]],
+        **{name: first[name] for name in shared},
+        "cells": cells,
+    }
+
+
+def _cell(task: str, position: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    scores = np.asarray([r["score"] for r in reports], np.float64)
+    return {
+        "task": task,
+        "position": position,
+        "method": config_lib.method_label(position),
+        "seeds": [r["seed"] for r in reports],
+        "scores": scores.tolist(),
+        "mean": float(scores.mean()),
+        "standard_deviation": float(scores.std(ddof=1)) if len(scores) > 1 else None,
+        "mean_in_training_range": float(np.mean([r["score_in_training_range"] for r in reports])),
+        "mean_of_sequences": float(np.mean([r["score_of_sequences"] for r in reports])),
+        "chance": 100 * get_task(task).chance,
+        "paper": printed(task, position),
+        "accuracy": np.mean([r["accuracy"] for r in reports], axis=0).round(3).tolist(),
+    }
+
+
+def print_table(table: dict[str, Any]) -> None:
+    """A line a task, a column a method: mean ± deviation over seeds, the paper's figure in brackets."""
+    first, last = table["lengths"]
+    cells = {(c["task"], c["position"]): c for c in table["cells"]}
+    rich = Table(title=f"Right outputs at lengths {first} to {last} in %, mean ± deviation over seeds (paper)")
+    rich.add_column("task")
+    rich.add_column("chance", justify="right")
+    for position in table["methods"]:
+        rich.add_column(config_lib.method_label(position), justify="right")
+    for task in table["tasks"]:
+        star = "*" if get_task(task).permutation_invariant else ""
+        row = [_text(cells.get((task, position))) for position in table["methods"]]
+        rich.add_row(task + star, f"{100 * get_task(task).chance:.0f}", *row)
+    console = Console()
+    console = console if console.is_terminal else Console(width=200)
+    console.print(rich)
+    model = table["model"]
+    console.print(
+        f"{model['layers']} layers of {model['width']}, {model['heads']} heads, {table['step']:,} steps at lengths up "
+        f"to {table['train_length']}; {table['samples_of_each_length']} samples of each length. * permutation-invariant.",
+        highlight=False,
+    )
+
+
+def _text(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    deviation = "" if cell["standard_deviation"] is None else f" ± {cell['standard_deviation']:.1f}"
+    return f"{cell['mean']:.1f}{deviation}" + ("" if cell["paper"] is None else f" ({cell['paper']:.1f})")
+
+
+def write(table: dict[str, Any], path: Path) -> None:
+    """The table as ``path``.json and its curves as ``path``.png."""
+    write_json(table, path.with_name(path.name + ".json"))
+    plots.accuracy_of_tasks(table, path.with_name(path.name + ".png"))
