@@ -106,7 +106,7 @@ def print_table(table: dict[str, Any]) -> None:
     model = table["model"]
     console.print(
         f"{model['layers']} layers of {model['width']}, {model['heads']} heads, {table['step']:,} steps at lengths up "
-        f"to {table['train_length']}; {table['samples_of_each_length']} samples of each length. * permutation-invariant.",
+        f"to {table['train_length']}; {table['samples_of_each_length']} samples of a length. * permutation-invariant.",
         highlight=False,
     )
 

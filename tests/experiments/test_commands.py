@@ -95,6 +95,32 @@ def test_sample(command, text_folder, tmp_path):
     check_refusal(command("evaluate", run, "--lengths=64,65"), "--lengths: 65 tokens are more than the 64 positions")
 
 
+@pytest.mark.slow
+def test_a_table_of_tasks_goes_on_where_it_stopped(command, tmp_path):
+    table = ["--config=configs/chomsky_small.py", f"--workdir={tmp_path}", "--tasks=even_pairs", "--seeds=0,1"]
+    small = ["--config.training.steps=4", "--config.model.num_layers=1", "--config.model.width=16",
+             "--config.evaluation.lengths=(42,)", "--config.evaluation.max_windows=2"]  # fmt: skip
+    made = command("chomsky_table", *table, "--methods=kerple", *small)
+    assert made.returncode == 0, made.stderr
+    assert "(57.5)" in made.stdout
+    first = tmp_path / "even_pairs" / "kerple" / "seed0" / "evaluation"
+    written = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    again = command("chomsky_table", *table, "--methods=kerple,rope", "--jobs=2", *small)
+    assert again.returncode == 0, again.stderr
+    assert written == {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    cells = json.loads((tmp_path / "table.json").read_text())["cells"]
+    assert [(cell["position"], cell["seeds"]) for cell in cells] == [("kerple", [0, 1]), ("rope", [0, 1])]
+    for flags, message in (
+        (["--tasks=even_pair"], "did you mean 'even_pairs'"), (["--methods=kerpel"], "did you mean 'kerple'"),
+        (["--seeds=a"], "--seeds=a: 'a' is not an integer"), (["--config=nowhere.py"], "is no file"),
+        (["--jobs=0"], "--jobs=0: 1 or more"),
+    ):  # fmt: skip
+        check_refusal(command("chomsky_table", *table, *flags), message)
+    broken = command("chomsky_table", *table, "--methods=fire", "--config.model.fire.width=0", *small)
+    assert broken.returncode == 1
+    assert "2 of 2 runs failed: even_pairs, fire, seed 0: model.fire.width=0" in broken.stderr
+
+
 def test_a_run_of_four_devices_is_evaluated_on_one_and_after_its_text_has_moved(command, text_folder, tmp_path):
     four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     workdir = f"--workdir={tmp_path / 'run'}"

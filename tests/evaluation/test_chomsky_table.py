@@ -1,0 +1,63 @@
+"""The table of many runs: statistics, the paper's figures, refusals."""
+
+import json
+
+import pytest
+
+from dape_jax.data.chomsky import TASKS
+from dape_jax.errors import UserError
+from dape_jax.evaluation import chomsky_table
+from dape_jax.evaluation.chomsky_paper import METHODS, printed
+from dape_jax.evaluation.report import write_json
+
+
+def report(task="even_pairs", position="alibi", seed=0, score=50.0, **other):
+    return {
+        "format": 1, "protocol": "chomsky", "task": task, "position": position, "seed": seed, "score": score,
+        "score_in_training_range": 90.0, "score_of_sequences": 40.0, "train_length": 2, "step": 7,
+        "samples_of_each_length": 8, "evaluation_seed": 0, "lengths": [1, 2, 3], "accuracy": [99.0, 98.0, score],
+        "model": {"layers": 3, "heads": 8, "width": 64}, **other,
+    }  # fmt: skip
+
+
+def test_cells_are_means_over_seeds_beside_the_papers(tmp_path, capsys):
+    reports = [report(seed=s, score=x) for s, x in enumerate((50.0, 56.0, 53.0))]
+    reports.append(report(task="missing_duplicate_string", position="dape_kerple", score=80.0))
+    table = chomsky_table.make_table(reports)
+    first, second = table["cells"]
+    assert (first["mean"], first["standard_deviation"], first["seeds"]) == (53.0, 3.0, [0, 1, 2])
+    assert (first["paper"], second["paper"], second["standard_deviation"]) == (73.52, 87.57, None)
+    assert first["accuracy"] == [99.0, 98.0, 53.0]
+    chomsky_table.print_table(table)
+    said = capsys.readouterr().out
+    assert "53.0 ± 3.0 (73.5)" in said
+    assert "80.0 (87.6)" in said
+    assert "DAPE-Kerple" in said
+    chomsky_table.write(table, tmp_path / "table")
+    assert json.loads((tmp_path / "table.json").read_text()) == table
+    assert (tmp_path / "table.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("what", ["step", "model", "samples_of_each_length", "evaluation_seed"])
+def test_runs_of_different_kinds_do_not_share_a_table(what):
+    with pytest.raises(UserError, match=f"the runs cannot stand in one table: {what} is "):
+        chomsky_table.make_table([report(), report(seed=1, **{what: 9})])
+
+
+def test_the_latest_report_of_a_run(tmp_path):
+    assert chomsky_table.latest_report(tmp_path) is None
+    for step in (5, 40, 7):
+        write_json(report(step=step), tmp_path / "evaluation" / f"chomsky_even_pairs_step{step}_1to3.json")
+    assert chomsky_table.latest_report(tmp_path)["step"] == 40
+    (tmp_path / "evaluation" / "chomsky_even_pairs_step50_1to3.json").write_text("{")
+    with pytest.raises(UserError, match="step50_1to3.json is damaged"):
+        chomsky_table.latest_report(tmp_path)
+
+
+def test_the_papers_figures():
+    assert printed("even_pairs", "randomised_rope") == printed("even_pairs", "rope") == 99.98
+    assert printed("bucket_sort", "dape_fire") == 99.37
+    assert printed("even_pairs", "randomised_sinusoidal") == 91.27
+    assert printed("binary_multiplication", "rope") is None
+    assert printed("even_pairs", "dape_rope") is None
+    assert sum(printed(task, METHODS[0]) is not None for task in TASKS) == 14
