@@ -6,7 +6,9 @@ DAPE-Kerple, causal, float32, one sequence, 12 heads of 64, D = 32, on CPU; forw
 Each contender runs in a process of its own; its memory is the peak above what the process held after its imports.
 PyTorch's forward alone is without autograd. Then the short regime: a whole training step of the quickstart's model at
 length 64 with DAPE-Kerple over one with Kerple. PyTorch is optional: without it this project's figures stand alone.
-Ratios are of medians; the ones of the best times stand beside them.
+Ratios are of medians; the ones of the best times stand beside them. Relative errors are between the two contenders'
+outputs and gradients, the largest: about 1e-6, and 1e-3 where a hidden unit within rounding of zero falls on either
+side of LeakyReLU's kink. PyTorch's backward at length 4,096 takes about 12 GiB.
 """
 
 import json

@@ -20,12 +20,15 @@ class Result(NamedTuple):
     Attributes:
       uncancelled: norms in the shape of ``gradients``, of the terms whose difference each gradient is.
       logits: size of the summands of the logits that a row attends to, the largest over rows.
+      nearest_kink: the hidden unit nearest to zero, over the size of its summands. Within rounding of zero it may
+        take the other slope of LeakyReLU, and then the gradient is another one.
     """
 
     out: np.ndarray
     gradients: Any
     uncancelled: Any
     logits: float
+    nearest_kink: float
 
 
 def attention_and_gradients(
@@ -50,9 +53,9 @@ def attention_and_gradients(
     s = scale * np.einsum("bqhd,bkhd->bhqk", q, repeated_k)
     b, bias_vjp = _bias(bias, bias_params, heads, q_positions, k_positions)
     base = s if adapt is not None and adapt.variant == "concat" else s + b
-    f, network_vjp = np.zeros_like(s), lambda _: (0.0, 0.0, {})
+    f, network_vjp, kink = np.zeros_like(s), lambda _: (0.0, 0.0, {}), np.inf
     if adapt is not None:
-        f, network_vjp = _network(adapt, params, s, b if bias is not None else None, mask)
+        f, network_vjp, kink = _network(adapt, params, s, b if bias is not None else None, mask)
     a = np.where(mask, base + f, -np.inf)
     top = np.max(np.where(mask, a, -1e300), axis=-1, keepdims=True)
     p = np.exp(a - top)
@@ -90,7 +93,7 @@ def attention_and_gradients(
     of_rows = rounded(p * by_head(np.abs(cotangent), np.abs(out)), (*p.shape[:3], 1))
     uncancelled = jax.tree.map(np.add, of_entries, of_rows)
     summands = np.where(p > 0, np.abs(s) + np.abs(b) + np.abs(f), 0.0)
-    return Result(out, gradients, uncancelled, float((p * summands).sum(-1).max()))
+    return Result(out, gradients, uncancelled, float((p * summands).sum(-1).max()), float(kink))
 
 
 def _convolve(x, w, b):
@@ -110,7 +113,7 @@ def _convolve(x, w, b):
 
 
 def _network(adapt, params, s, b, mask):
-    """f(S, B), and its vjp to (d_s, d_b, d_params). ``b`` None without a bias."""
+    """f(S, B), its vjp to (d_s, d_b, d_params), and ``Result.nearest_kink``. ``b`` None without a bias."""
     if adapt.per_head:
         one = dataclasses.replace(adapt, per_head=False)
         parts = [
@@ -119,11 +122,11 @@ def _network(adapt, params, s, b, mask):
         ]
 
         def vjp_of_all(d_f):
-            d_s, d_b, d_params = zip(*(vjp(d_f[:, [h]]) for h, (_, vjp) in enumerate(parts)), strict=True)
+            d_s, d_b, d_params = zip(*(vjp(d_f[:, [h]]) for h, (_, vjp, _) in enumerate(parts)), strict=True)
             d_b = 0.0 if b is None else np.concatenate(d_b, axis=1)
             return np.concatenate(d_s, axis=1), d_b, {n: np.stack([d[n] for d in d_params]) for n in params}
 
-        return np.concatenate([f for f, _ in parts], axis=1), vjp_of_all
+        return np.concatenate([f for f, _, _ in parts], axis=1), vjp_of_all, min(kink for _, _, kink in parts)
 
     heads = s.shape[1]
     if b is None:
@@ -131,7 +134,9 @@ def _network(adapt, params, s, b, mask):
     else:
         x = {"add_residual": s + b, "bias_only": b + 0.0 * s}.get(adapt.variant, np.concatenate([s, b], axis=1))
     seen = mask if adapt.kernel_width > 1 else np.ones_like(mask)
-    hidden, first_vjp = _convolve(np.where(seen, x, 0.0), params["w1"], params["b1"])
+    x = np.where(seen, x, 0.0)
+    hidden, first_vjp = _convolve(x, params["w1"], params["b1"])
+    kink = np.min(np.abs(hidden) / _convolve(np.abs(x), np.abs(params["w1"]), np.abs(params["b1"]))[0])
     slope = np.where(hidden >= 0, 1.0, 0.01)
     f, second_vjp = _convolve(slope * hidden, params["w2"], params["b2"])
 
@@ -148,7 +153,7 @@ def _network(adapt, params, s, b, mask):
             return np.zeros_like(s), d_x, d_params
         return d_x[:, :heads], d_x[:, heads:], d_params
 
-    return f, vjp
+    return f, vjp, kink
 
 
 _PAIRS = 4096
