@@ -24,6 +24,9 @@ from dape_jax.attention.blocks import BlockSizes
 
 def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes) -> jax.Array:
     """Attention output [H, B, Tq, d] in the dtype of q; rows that may attend to nothing are zero."""
+    # Before anything else, so that the gradients of parameters add up over tiles and rows in this dtype.
+    params = _cast((dict(arrays.bias_params), dict(arrays.adapt_params)), args_lib.compute_dtype(arrays.q))
+    arrays = arrays._replace(bias_params=params[0], adapt_params=params[1])
     if arrays.q_positions.shape[0] == 1:
         return _attend(spec, blocks, arrays)
     # Positions differ between rows, so the bias does too: one row at a time.
@@ -205,16 +208,16 @@ def _cast(params: Any, dtype: jnp.dtype) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def _network(adapt_params: adapt_lib.Params, dtype: jnp.dtype) -> dict[str, jax.Array]:
+def _network(adapt_params: adapt_lib.Params) -> dict[str, jax.Array]:
     """Without b2: a constant along a row of logits, which the softmax cancels."""
-    return _cast({name: x for name, x in adapt_params.items() if name != "b2"}, dtype)
+    return {name: x for name, x in adapt_params.items() if name != "b2"}
 
 
 def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Output [H, B, Tq, d] and log-sum-exp tiles [n, r, H, b, bq] (+inf in rows that may attend to nothing)."""
     tiles = _tiles(spec, arrays, blocks)
     dtype = args_lib.compute_dtype(arrays.q)
-    adapt_params = _network(arrays.adapt_params, dtype)
+    adapt_params = _network(arrays.adapt_params)
     lowest = jnp.finfo(dtype).min
 
     def query_tile(x: Any) -> tuple[jax.Array, jax.Array]:
@@ -260,6 +263,7 @@ def _map(body: Any, xs: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> jax.Array:
+    """Parameters in the compute dtype."""
     return _forward(spec, blocks, arrays)[0]
 
 
@@ -274,7 +278,7 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
     arrays, out, lse = saved
     tiles = _tiles(spec, arrays, blocks)
     dtype = args_lib.compute_dtype(arrays.q)
-    adapt_params = _network(arrays.adapt_params, dtype)
+    adapt_params = _network(arrays.adapt_params)
     bias_params = dict(arrays.bias_params)
     d_out = d_out.astype(dtype)
     delta = (d_out * out.astype(dtype)).sum(axis=-1, keepdims=True)
@@ -336,11 +340,8 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
         "q": _join(d_q, q_length).astype(arrays.q.dtype),
         "k": d_k.astype(arrays.k.dtype),
         "v": _join(d_v, k_length).astype(arrays.v.dtype),
-        "bias_params": jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias_params, bias_params),
-        "adapt_params": {
-            name: d_adapt_params[name].astype(x.dtype) if name in d_adapt_params else jnp.zeros_like(x)
-            for name, x in arrays.adapt_params.items()
-        },
+        "bias_params": d_bias_params,
+        "adapt_params": {name: d_adapt_params.get(name, jnp.zeros_like(x)) for name, x in arrays.adapt_params.items()},
     }
     return (Arrays(**gradients),)
 
