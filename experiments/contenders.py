@@ -104,6 +104,7 @@ def _training_step(order: dict[str, Any]) -> dict[str, Any]:
     from configs import quickstart
     from dape_jax import config as config_lib
     from dape_jax import sharding
+    from dape_jax.training.objective import NextToken
     from dape_jax.training.optimizer import make_optimizer
     from dape_jax.training.step import compile_step, init_state
 
@@ -120,7 +121,7 @@ def _training_step(order: dict[str, Any]) -> dict[str, Any]:
         optimizer = make_optimizer(config.optimizer, config.training.steps)
         with jax.set_mesh(mesh):
             init, abstract = init_state(model, optimizer, 0, mesh)
-            states[position], steps[position] = init(), compile_step(model, optimizer, abstract, mesh)
+            states[position], steps[position] = init(), compile_step(model, NextToken(), optimizer, abstract, mesh)
     tokens = rng.integers(0, vocab_size, (order["batch"], order["length"] + 1)).astype(np.int32)
     rows = jax.device_put(tokens, sharding.batch_sharding(mesh))
     for i in range(order["calls"] + 1):
