@@ -158,7 +158,8 @@ def compiled(program: Program):
     return jax.jit(both)
 
 
-def check_program(program: Program, seed: int, magnitude: float, kwargs: dict):
+def check_program(program: Program, seed: int, magnitude: float, kwargs: dict) -> bool:
+    """Whether output and gradients could be compared: not where a hidden unit is zero within rounding."""
     with jax.enable_x64(True) if program.dtype == jnp.float64 else contextlib.nullcontext():
         arrays, cotangent = random_arrays(program, seed, magnitude)
         out, gradients = compiled(program)(arrays, kwargs, cotangent)
@@ -175,7 +176,8 @@ def check_program(program: Program, seed: int, magnitude: float, kwargs: dict):
     )  # fmt: skip
     assert out.dtype == program.dtype
     eps = jnp.finfo(jnp.float64 if program.dtype == jnp.float64 else jnp.float32).eps
-    assume(want.nearest_kink > 8 * eps)
+    if want.nearest_kink < 8 * eps:
+        return False
     computed = 16 * eps * (1 + want.logits)  # logits of size L carry L roundings, whatever computes them; 16 for sums
     own = computed + jnp.finfo(program.dtype).eps / 2
     error = np.linalg.norm(np.asarray(out, np.float64) - want.out)
@@ -188,6 +190,7 @@ def check_program(program: Program, seed: int, magnitude: float, kwargs: dict):
         assert g.shape == w.shape
         bound = (computed + jnp.finfo(g.dtype).eps / 2) * np.linalg.norm(w) + own * scale
         assert error <= bound, (jax.tree_util.keystr(path), error, np.linalg.norm(w), scale)
+    return True
 
 
 def property_of(examples: int):
@@ -209,7 +212,7 @@ VALUES = {"data": st.data(), "seed": st.integers(0, 2**32 - 1), "magnitude": st.
 @property_of(FAST_EXAMPLES)
 @given(**VALUES)
 def test_backends_equal_the_oracle(program, data, seed, magnitude):
-    check_program(program, seed, magnitude, data.draw(arguments(program)))
+    assume(check_program(program, seed, magnitude, data.draw(arguments(program))))
 
 
 @pytest.mark.slow
@@ -217,7 +220,7 @@ def test_backends_equal_the_oracle(program, data, seed, magnitude):
 @property_of(EXAMPLES)
 @given(**VALUES)
 def test_backends_equal_the_oracle_everywhere(program, data, seed, magnitude):
-    check_program(program, seed, magnitude, data.draw(arguments(program)))
+    assume(check_program(program, seed, magnitude, data.draw(arguments(program))))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -235,7 +238,7 @@ def test_far_positions_keep_their_precision_in_bfloat16(bias, adapt, backend):
     )  # fmt: skip
     # Far keys alone: near ones would take all of the softmax and hide what happens to the others.
     far = {"q_positions": np.arange(8192, 8196), "k_positions": np.arange(0, 64)}
-    check_program(program, 0, 1.0, {name: x.astype(np.int32) for name, x in far.items()})
+    assert check_program(program, 0, 1.0, {name: x.astype(np.int32) for name, x in far.items()})
 
 
 @pytest.mark.parametrize("seed", [3003, 3023, 3024, 3029])  # every variant, every k
