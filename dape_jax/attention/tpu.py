@@ -9,7 +9,7 @@ Keys of a convolving network (DAPE V2) come in overlapping tiles, each with its 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,47 +17,53 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dape_jax.attention import tpu_kernels, tpu_rows
+from dape_jax.attention import tpu_kernels, tpu_plan, tpu_rows
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.attention.blocks import BlockSizes
-from dape_jax.attention.tpu_plan import Plan, Scalars, make_plan, row_index
+from dape_jax.attention.target import MIB, Target
+from dape_jax.attention.tpu_plan import Plan, Scalars, row_index
 from dape_jax.attention.tpu_rows import LANES
 
 
-def refusal(spec: Spec, arrays: Arrays) -> str | None:
+def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> str | None:
     """Why these kernels cannot serve a call, naming the argument; None if they can."""
-    if arrays.q.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"q has dtype {arrays.q.dtype}; float32 or bfloat16 is needed"
-    if arrays.q.shape[3] > LANES:
-        return f"q has head dimension {arrays.q.shape[3]}; {LANES} or less is needed"
-    if spec.num_heads > 64:
-        return f"q has {spec.num_heads} heads; 64 or less are needed"
+    q, bias = arrays.q, spec.bias
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"q has dtype {q.dtype}; float32 or bfloat16 is needed"
+    if q.shape[3] > LANES:
+        return f"q has head dimension {q.shape[3]}; {LANES} or less is needed"
     served = (*tpu_rows.ELEMENTWISE, *tpu_rows.FEATURES)
-    if spec.bias is not None and type(spec.bias) not in served:
-        return (
-            f"bias {type(spec.bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
-        )
+    if bias is not None and type(bias) not in served:
+        return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
+    if blocks is not None:
+        return tpu_plan.misfit(spec, arrays, blocks, target.vmem_budget)
+    if tpu_plan.default_blocks(spec, arrays, target.vmem_budget) is None:
+        shape = f"{spec.num_heads} heads of {q.shape[3]}"
+        return f"q has {shape}, for which no block size fits {target.vmem_budget // MIB} MiB of VMEM"
     return None
 
 
-def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes, interpret: bool = False) -> jax.Array:
+def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> jax.Array:
     """Attention output [H, B, Tq, d] in the dtype of q; rows that may attend to nothing are zero.
 
-    ``interpret`` runs the kernels as JAX operations on any device, slowly: for tests.
+    For calls without a ``refusal``. ``blocks.k`` counts the keys of a tile with their halo; None takes
+    ``tpu_plan.default_blocks``.
     """
-    return _attend(make_plan(spec, arrays, blocks), interpret, arrays)
+    blocks = blocks or tpu_plan.default_blocks(spec, arrays, target.vmem_budget)
+    assert blocks is not None
+    return cast(jax.Array, _attend(tpu_plan.make_plan(spec, arrays, blocks), target, arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(plan: Plan, interpret: bool, arrays: Arrays) -> jax.Array:
-    return _heads_first(plan, _forward(plan, interpret, arrays, arrays.q.dtype)[0], arrays.q)
+def _attend(plan: Plan, target: Target, arrays: Arrays) -> jax.Array:
+    return _heads_first(plan, _forward(plan, target, arrays, arrays.q.dtype)[0], arrays.q)
 
 
-def _attend_fwd(plan: Plan, interpret: bool, arrays: Arrays) -> tuple[jax.Array, Any]:
+def _attend_fwd(plan: Plan, target: Target, arrays: Arrays) -> tuple[jax.Array, Any]:
     # Rounding the output that the backward reads makes each row of logit gradients sum to a little more or less than
     # zero, which the gradients of bias parameters, sums over all rows, would show: 2 to 4 % for FIRE's.
     dtype = jnp.dtype(jnp.float32) if arrays.bias_params else arrays.q.dtype
-    out, lse = _forward(plan, interpret, arrays, dtype)
+    out, lse = _forward(plan, target, arrays, dtype)
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
     out = checkpoint_name(_heads_first(plan, out, arrays.q), "dape_attention_out")
     return out.astype(arrays.q.dtype), (arrays, out, checkpoint_name(lse, "dape_attention_lse"))
@@ -181,7 +187,7 @@ class _Blocks:
 
 def _call(
     plan: Plan, kernel: Callable, fields: type, name: str, grid: tuple[int, ...], inputs: list, in_specs: list,
-    outputs: Any, out_specs: Any, scratch: Any, cost: pl.CostEstimate, interpret: bool, aliases: dict[int, int],
+    outputs: Any, out_specs: Any, scratch: Any, cost: pl.CostEstimate, target: Target, aliases: dict[int, int],
 ) -> Any:  # fmt: skip
     """``pallas_call`` of a kernel that takes one NamedTuple; inputs, outputs and scratch are trees."""
     scalars, *arrays = inputs
@@ -201,16 +207,15 @@ def _call(
             out_specs=leaves(out_specs),
             scratch_shapes=leaves(scratch),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=VMEM_LIMIT),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=target.vmem_limit
+        ),
         cost_estimate=cost,
         input_output_aliases=aliases,
-        interpret=interpret,
+        interpret=target.interpret,
         name=name,
     )(*leaves(inputs))
     return jax.tree.unflatten(jax.tree.structure(outputs), out)
-
-
-VMEM_LIMIT = 64 * 2**20
 
 
 def _operands(plan: Plan, arrays: Arrays) -> tpu_rows.Operands:
@@ -257,7 +262,7 @@ def _common(plan: Plan, arrays: Arrays, inner: str) -> tuple[list, list]:
     return inputs, specs
 
 
-def _forward(plan: Plan, interpret: bool, arrays: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _forward(plan: Plan, target: Target, arrays: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """out [B, padded Tq, H d] and log-sum-exp float32 [B, padded Tq, H] (+inf in rows that may attend to nothing)."""
     batch, blocks = arrays.q.shape[1], _Blocks(plan, "qk")
     inputs, specs = _common(plan, arrays, "k")
@@ -279,11 +284,11 @@ def _forward(plan: Plan, interpret: bool, arrays: Arrays, dtype: Any) -> tuple[j
     return _call(
         plan, tpu_kernels.forward, tpu_kernels.Forward, "dape_attention_forward",
         (batch, plan.q_blocks, plan.k_blocks), inputs, specs, outputs,
-        (blocks.queries(q.shape[2]), blocks.queries(plan.heads)), scratch, _cost(plan, batch, False), interpret, {},
+        (blocks.queries(q.shape[2]), blocks.queries(plan.heads)), scratch, _cost(plan, batch, False), target, {},
     )  # fmt: skip
 
 
-def _attend_bwd(plan: Plan, interpret: bool, saved: Any, d_out: jax.Array) -> tuple[Arrays]:
+def _attend_bwd(plan: Plan, target: Target, saved: Any, d_out: jax.Array) -> tuple[Arrays]:
     arrays, out, lse = saved
     batch, blocks = arrays.q.shape[1], _Blocks(plan, "kq")
     inputs, specs = _common(plan, arrays, "q")
@@ -325,7 +330,7 @@ def _attend_bwd(plan: Plan, interpret: bool, saved: Any, d_out: jax.Array) -> tu
     d_q, d_k, d_v, (d_bias, d_adapt) = _call(
         plan, tpu_kernels.backward, tpu_kernels.Backward, "dape_attention_backward",
         (batch, plan.k_blocks, plan.q_blocks), inputs, specs, outputs, out_specs, scratch, _cost(plan, batch, True),
-        interpret, aliases,
+        target, aliases,
     )  # fmt: skip
     gradients: dict[str, Any] = dict.fromkeys(Arrays._fields)  # None for what is not differentiable
     gradients["q"] = _heads_first(plan, d_q.astype(q.dtype), arrays.q)
@@ -345,4 +350,4 @@ def _attend_bwd(plan: Plan, interpret: bool, saved: Any, d_out: jax.Array) -> tu
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-__all__ = ["attend", "make_plan", "refusal"]
+__all__ = ["attend", "refusal"]

@@ -126,9 +126,65 @@ def _group(spec: Spec, blocks: BlockSizes) -> int:
     """Queries that pass the network together: whole float32 tiles of 8 rows, about 128 hidden units or rows."""
     least = 8 // math.gcd(8, spec.num_heads)
     per_query = spec.num_heads
-    if spec.adapt is not None and not spec.adapt.per_head:
-        per_query = max(per_query, spec.adapt.width)
+    if spec.adapt is not None:
+        # Networks of single heads keep all their hidden units of a group in VMEM, one after the other.
+        per_query = max(per_query * (4 if spec.adapt.per_head else 1), spec.adapt.width)
     group = least
-    while group * 2 * per_query <= 128 and group * 2 <= blocks.q:
+    while group * 2 * per_query <= 128 and blocks.q % (group * 2) == 0:
         group *= 2
     return group
+
+
+def vmem_bytes(plan: Plan) -> int:
+    """Estimate of what the backward, the larger kernel, holds at once: scratch, blocks in flight, temporaries."""
+    d, size = plan.head_dim, 4 if plan.exact else 2
+    padded_d = pl.cdiv(d, LANES) * LANES
+    wide = {name: pl.cdiv(heads * d, LANES) * LANES for name, heads in (("q", plan.heads), ("k", plan.kv_heads))}
+    column = plan.tile_rows * LANES * 4
+    columns = (2 + plan.needs_positions + plan.segments) * column
+    slabs = 2 * plan.slabs * column
+    accumulators = 2 * plan.kv_heads * plan.block_k * padded_d * 4 + plan.block_q * wide["q"] * 4
+    in_flight = 2 * (2 * plan.block_q * wide["q"] + 4 * plan.block_k * wide["k"]) * size
+    in_flight += 2 * 3 * plan.block_q * LANES * 4
+    adapt, rows = plan.spec.adapt, plan.rows
+    features = getattr(plan.spec.bias, "num_buckets", getattr(plan.spec.bias, "width", 0))
+    hidden = plan.group * features
+    weights = rows.count * hidden
+    if adapt is not None:
+        network = adapt.width * (rows.count if adapt.per_head else plan.group)
+        inputs = 2 * rows.count * (adapt.width if adapt.per_head else 1)
+        hidden += network * (1 if adapt.per_head else adapt.kernel_width)
+        weights += inputs * (network if not adapt.per_head else LANES) * adapt.kernel_width
+    temporaries = 4 * plan.block_k * (hidden * 3 + rows.count * 8)
+    return slabs + columns + accumulators + in_flight + temporaries + 4 * weights * 4
+
+
+def default_blocks(spec: Spec, arrays: Arrays, vmem_budget: int) -> BlockSizes | None:
+    """The largest tile that fits, wide in keys, of at most 2,048 rows (query, head); None if none fits."""
+    q_length, k_length = arrays.q.shape[2], arrays.k.shape[2]
+    halo = 0 if spec.adapt is None else spec.adapt.halo
+    most_q, most_k = pl.cdiv(q_length, 16) * 16, pl.cdiv(k_length + 2 * halo, LANES) * LANES
+    for q in (128, 64, 32, 16):
+        for k in (512, 256, 128):
+            blocks = BlockSizes(q=min(q, most_q), k=min(k, most_k), rows=1)
+            if blocks.k > 2 * halo and q * spec.num_heads <= max(2048, 16 * spec.num_heads):
+                plan = make_plan(spec, arrays, blocks)
+                if plan.block_q % plan.group == 0 and vmem_bytes(plan) <= vmem_budget:
+                    return blocks
+    return None
+
+
+def misfit(spec: Spec, arrays: Arrays, blocks: BlockSizes, vmem_budget: int) -> str | None:
+    """Why the kernels cannot use these sizes; None if they can."""
+    if blocks.rows != 1:
+        return f"block size rows={blocks.rows}: the TPU kernels take one batch row at a time; 1 is needed"
+    if blocks.q % 16:
+        return f"block size q={blocks.q}: a multiple of 16 is needed by the TPU kernels"
+    halo = 0 if spec.adapt is None else spec.adapt.halo
+    if blocks.k % LANES or blocks.k <= 2 * halo:
+        return f"block size k={blocks.k}: a multiple of {LANES} above {2 * halo} is needed by the TPU kernels"
+    needed = vmem_bytes(make_plan(spec, arrays, blocks))
+    if needed > vmem_budget:
+        sizes = f"block sizes q={blocks.q}, k={blocks.k} need about {needed / 2**20:.0f} MiB of VMEM for these shapes"
+        return f"{sizes}; at most {vmem_budget / 2**20:.0f} MiB are to be used"
+    return None
