@@ -29,7 +29,7 @@ Params = Mapping[str, jax.Array]
 
 VARIANTS = ("concat_residual", "concat", "add_residual", "bias_only")
 _HIGHEST = jax.lax.Precision.HIGHEST  # one bfloat16 pass over S and B costs up to 40 % of the gradient of W1
-_SLOPE = 0.01
+SLOPE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ def adapt_logits(
     def network(params: Params, logits: jax.Array, hidden: Any) -> jax.Array:
         if adapt.variant != "bias_only":
             hidden = mix(logits, _split_w1(adapt, params["w1"][0], terms.bias is not None)[0]) + hidden
-        return _add_b2(mix(jax.nn.leaky_relu(hidden, _SLOPE), params["w2"][0]), params)
+        return _add_b2(mix(jax.nn.leaky_relu(hidden, SLOPE), params["w2"][0]), params)
 
     residual = logits if terms.bias is None or adapt.variant == "concat" else logits + terms.bias
     if adapt.per_head:
@@ -185,7 +185,7 @@ def _convolved_logits(
             hidden = _convolve(s, w1_s) + hidden
         if b is not None:
             hidden = _convolve(b, w1_b) + hidden
-        hidden = jax.nn.leaky_relu(hidden, _SLOPE)
+        hidden = jax.nn.leaky_relu(hidden, SLOPE)
         # The second convolution pads with zeros, not with what the first one makes of them.
         hidden = jnp.where(jnp.broadcast_to(neighbours.is_key, hidden.shape), hidden, 0.0)
         return _add_b2(_convolve(hidden, params["w2"]), params)

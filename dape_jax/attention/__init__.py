@@ -2,5 +2,6 @@
 
 from dape_jax.attention.api import BACKENDS, choose_backend, dape_attention
 from dape_jax.attention.blocks import BlockSizes
+from dape_jax.attention.target import compile_for
 
-__all__ = ["BACKENDS", "BlockSizes", "choose_backend", "dape_attention"]
+__all__ = ["BACKENDS", "BlockSizes", "choose_backend", "compile_for", "dape_attention"]

@@ -12,14 +12,15 @@ from jax.sharding import PartitionSpec
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
 from dape_jax.attention import blocks as blocks_lib
-from dape_jax.attention import blockwise, reference
+from dape_jax.attention import blockwise, reference, tpu
+from dape_jax.attention import target as target_lib
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.errors import UserError, nearest
 
 _log = logging.getLogger(__name__)
 
-BACKENDS = ("blockwise", "reference")
-"""In the order in which "auto" tries them."""
+BACKENDS = ("pallas_tpu", "blockwise", "reference")
+"""In the order in which "auto" tries them; the first only on TPU."""
 
 
 def dape_attention(
@@ -63,7 +64,7 @@ def dape_attention(
       k_valid: bool [B, Tk]; False marks padding, which nobody attends to.
       scale: of q k^T; default d ** -0.5.
       backend: "auto", or one of ``BACKENDS``, which is then used or refused, never replaced.
-      block_sizes: tile of the blockwise backend; default ``blocks.heuristic``.
+      block_sizes: tile of the blockwise or TPU backend; by default chosen from the shapes.
       batch_axes: axes of the ambient mesh (``jax.set_mesh``) over which the batch is split. The attention then runs
         inside ``jax.shard_map``, each device on its own rows, with gradients of parameters summed once.
 
@@ -78,22 +79,44 @@ def dape_attention(
         q_positions=q_positions, k_positions=k_positions, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids,
         k_valid=k_valid, scale=scale,
     )  # fmt: skip
-    name = choose_backend(backend, block_sizes)
+    name = choose_backend(backend, block_sizes, (spec, arrays))
     run = functools.partial(_run, spec, name, block_sizes)
     out = _sharded(run, arrays, tuple(batch_axes)) if batch_axes else run(arrays)
     return jnp.transpose(out, (1, 2, 0, 3))
 
 
-def choose_backend(backend: str = "auto", block_sizes: blocks_lib.BlockSizes | None = None) -> str:
-    """The name of the backend that ``dape_attention`` would use, or UserError for one that cannot serve."""
+def choose_backend(
+    backend: str = "auto",
+    block_sizes: blocks_lib.BlockSizes | None = None,
+    call: tuple[Spec, Arrays] | None = None,
+) -> str:
+    """The name of the backend that ``dape_attention`` would use, or UserError for one that cannot serve.
+
+    Without ``call``, the checked arguments, the answer is the platform's, before shapes and dtypes are known.
+    """
+    target = target_lib.current()
     if backend == "auto":
-        chosen = BACKENDS[0]
-        _log_once(f"attention backend: {chosen} (auto, {jax.default_backend()})")
+        chosen = "blockwise"
+        if target.platform == "tpu" and not target.interpret:
+            why = None if call is None else tpu.refusal(*call, block_sizes, target)
+            chosen = "pallas_tpu" if why is None else chosen
+            if why is not None:
+                _log_once(f"attention backend pallas_tpu cannot serve this call: {why}")
+        _log_once(f"attention backend: {chosen} (auto, {target.platform})")
         return chosen
     if backend not in BACKENDS:
         raise UserError(f"attention backend={backend!r} is unknown{nearest(backend, ('auto', *BACKENDS))}")
     if backend == "reference" and block_sizes is not None:
         raise UserError("block_sizes: the reference backend has no blocks; leave it None or use backend='blockwise'")
+    if backend == "pallas_tpu":
+        if target.platform != "tpu":
+            raise UserError(
+                f"attention backend='pallas_tpu' needs a TPU, and JAX runs on {target.platform}; "
+                "use 'auto' or 'blockwise', or compile for a TPU with dape_jax.attention.compile_for('tpu')"
+            )
+        why = None if call is None else tpu.refusal(*call, block_sizes, target)
+        if why is not None:
+            raise UserError(f"attention backend='pallas_tpu': {why}; use 'auto' or 'blockwise'")
     return backend
 
 
@@ -105,6 +128,8 @@ def _log_once(message: str) -> None:
 def _run(spec: Spec, backend: str, block_sizes: blocks_lib.BlockSizes | None, arrays: Arrays) -> jax.Array:
     if backend == "reference":
         return reference.attend(spec, arrays)
+    if backend == "pallas_tpu":
+        return tpu.attend(spec, arrays, block_sizes, target_lib.current())
     _, batch, q_length, _ = arrays.q.shape
     if block_sizes is None:
         block_sizes = blocks_lib.heuristic(batch, q_length, arrays.k.shape[2], jax.default_backend())

@@ -7,6 +7,7 @@ import pytest
 
 from dape_jax import FIRE, Adapt, BlockSizes, KerpleLog, T5Bias, biases, dape_attention, rope
 from dape_jax.attention import api, blocks, blockwise, reference
+from tests.attention.cases import EVERY, attend, make, run
 from tests.conftest import relative_error
 
 
@@ -108,30 +109,24 @@ def test_forced_backend_with_every_argument(chosen, monkeypatch):
         dape_attention(q, q, q, backend=chosen, **kw)
 
 
-@pytest.mark.parametrize("backend", ["blockwise", "reference"])
+@pytest.mark.parametrize("backend", EVERY)
 def test_bfloat16_logits_are_float32(backend):
     """S carries no bfloat16 rounding: large logits that differ by less than a bfloat16 step."""
     d = 64
     q = jnp.full((1, 1, 1, d), 8.0, jnp.bfloat16)
     k = jnp.full((1, 2, 1, d), 8.0, jnp.bfloat16).at[0, 1, 0, 0].set(8.0625)
     v = jnp.asarray([0.0, 1.0], jnp.bfloat16).reshape(1, 2, 1, 1) * jnp.ones((1, 2, 1, d), jnp.bfloat16)
-    out = dape_attention(q, k, v, causal=False, backend=backend)
+    out = attend(backend, q, k, v, {}, {}, causal=False)
     assert abs(float(out[0, 0, 0, 0]) - 1 / (1 + np.exp(-0.0625))) < 3e-3
 
 
-@pytest.mark.parametrize("backend", ["blockwise", "reference"])
+@pytest.mark.parametrize("backend", EVERY)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_huge_logits_are_finite(backend, dtype):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = (1e4 * jax.random.normal(keys[0], (1, 9, 4, 8))).astype(dtype)
-    k = jax.random.normal(keys[1], (1, 9, 4, 8), dtype)
     b, a = FIRE(width=4), Adapt(width=4)
-
-    def attend(q, k, bp, ap):
-        return dape_attention(q, k, k, bias=b, bias_params=bp, adapt=a, adapt_params=ap, backend=backend)
-
-    out, vjp = jax.vjp(attend, q, k, b.init(keys[2], 4), a.init(keys[2], 4))
-    for x in jax.tree.leaves((out, vjp(jnp.ones_like(out)))):
+    (q, *arrays), cotangent = make(1, 9, 9, 4, 4, 8, b, a, dtype)
+    out, grads = run(backend, (1e4 * q, *arrays), cotangent, b, a)
+    for x in jax.tree.leaves((out, grads)):
         assert np.all(np.isfinite(np.asarray(x, np.float32)))
 
 

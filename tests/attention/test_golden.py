@@ -2,13 +2,13 @@
 
 import pathlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, dape_attention
+from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog
 from dape_jax.attention import BACKENDS, api, reference
+from tests.attention.cases import run
 from tests.conftest import relative_error
 
 FILES = sorted(p for p in pathlib.Path("tests/golden").glob("*_[01].npz"))
@@ -44,28 +44,22 @@ def load(path):
 
 SMALL = BlockSizes(q=8, k=16, rows=1)
 CASES = [
-    pytest.param(path, backend, blocks, id=f"{path.stem}-{backend}-{'small' if blocks else 'default'}")
+    pytest.param(path, backend, blocks, id=f"{path.stem}-{backend}-{'small' if blocks else 'default'}",
+                 marks=pytest.mark.slow if backend == "pallas_tpu" else ())
     for path in FILES
     for backend in BACKENDS
     for blocks in (None, SMALL)
     # The reference has no blocks.
     if backend == "blockwise" or blocks is None
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "backend", "blocks"), CASES)
 def test_parity(path, backend, blocks):
     z, qkv, bias, bias_params, adapt, adapt_params = load(path)
-
-    def attend(q, k, v, bias_params, adapt_params):
-        return dape_attention(
-            q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
-            backend=backend, block_sizes=blocks,
-        )  # fmt: skip
-
-    out, vjp = jax.vjp(attend, *qkv, bias_params, adapt_params)
+    cotangent = jnp.asarray(z["cotangent"]).transpose(0, 2, 1, 3)
+    out, (*d_qkv, d_bias, d_adapt) = run(backend, (*qkv, bias_params, adapt_params), cotangent, bias, adapt, blocks)
     assert relative_error(out.transpose(0, 2, 1, 3), z["out"]) < 2e-6
-    *d_qkv, d_bias, d_adapt = vjp(jnp.asarray(z["cotangent"]).transpose(0, 2, 1, 3))
     for name, got in zip("qkv", d_qkv, strict=True):
         assert relative_error(got.transpose(0, 2, 1, 3), z[f"d{name}"]) < 2e-5, name
     assert sorted({**d_bias, **d_adapt}) == sorted({**bias_params, **adapt_params})

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, KerplePower, T5Bias, dape_attention
+from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, KerplePower, T5Bias
 from dape_jax.adapt import VARIANTS
-from dape_jax.attention import BACKENDS
+from tests.attention import cases
 from tests.attention.oracle import oracle
 from tests.attention.oracle_gradients import attention_and_gradients
 from tests.conftest import relative_error
 
-PROGRAMS, EXAMPLES = 170, 6  # of the slow suite
+PROGRAMS, KERNEL_PROGRAMS, EXAMPLES = 170, 20, 6  # of the slow suite
 FAST_PROGRAMS, FAST_EXAMPLES = 5, 3
 BIASES = [None, ALiBi(), KerpleLog(), KerplePower(), T5Bias(num_buckets=8, max_distance=20),
           FIRE(width=3, init_length=12.0), FIRE(width=4, init_length=100.0, activation="leaky_relu")]  # fmt: skip
@@ -144,11 +144,9 @@ def random_arrays(program: Program, seed: int, magnitude: float):
 @functools.lru_cache(maxsize=1)  # a program is compiled in, and every test has its own
 def compiled(program: Program):
     def attend(arrays, kwargs):
-        q, k, v, bias_params, adapt_params = arrays
-        return dape_attention(
-            q, k, v, bias=program.bias, bias_params=bias_params, adapt=program.adapt, adapt_params=adapt_params,
-            causal=program.causal, scale=program.scale, backend=program.backend,
-            block_sizes=program.blocks if program.backend == "blockwise" else None, **kwargs,
+        return cases.attend(
+            program.backend, *arrays, blocks=program.blocks, bias=program.bias, adapt=program.adapt,
+            causal=program.causal, scale=program.scale, **kwargs,
         )  # fmt: skip
 
     def both(arrays, kwargs, cotangent):
@@ -200,8 +198,11 @@ def property_of(examples: int):
     )  # fmt: skip
 
 
-def programs(first: int, count: int):
-    made = [random_program(seed, b) for b in BACKENDS if b != "reference" for seed in range(first, first + count)]
+def programs(first: int, count: int, kernels: int = 0):
+    """Random programs: ``count`` of the blockwise backend, ``kernels`` of the TPU kernels, in float32."""
+    made = [random_program(seed, "blockwise") for seed in range(first, first + count)]
+    interpreted = [random_program(seed, "pallas_tpu") for seed in range(first, first + kernels)]
+    made += [dataclasses.replace(p, dtype=jnp.float32, param_dtype=jnp.float32) for p in interpreted]
     return pytest.mark.parametrize("program", [pytest.param(p, id=f"{p.backend}-{p}") for p in made])
 
 
@@ -216,14 +217,14 @@ def test_backends_equal_the_oracle(program, data, seed, magnitude):
 
 
 @pytest.mark.slow
-@programs(0, PROGRAMS)
+@programs(0, PROGRAMS, KERNEL_PROGRAMS)
 @property_of(EXAMPLES)
 @given(**VALUES)
 def test_backends_equal_the_oracle_everywhere(program, data, seed, magnitude):
     assume(check_program(program, seed, magnitude, data.draw(arguments(program))))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["blockwise", "reference"])
 @pytest.mark.parametrize("adapt", [None, Adapt()], ids=["plain", "dape"])
 @pytest.mark.parametrize("bias", [ALiBi(), KerpleLog()], ids=["alibi", "kerple"])
 def test_far_positions_keep_their_precision_in_bfloat16(bias, adapt, backend):

@@ -1,0 +1,353 @@
+"""Fused DAPE attention on TPU (Pallas, Mosaic): forward and backward without an array of Tq x Tk.
+
+Arrays stay [B, T, heads x head dimension], so that nothing is padded to 128 lanes in HBM. The forward keeps the output
+and the log-sum-exp; the backward is one kernel that recomputes each tile's logits. Causal blocks out of reach are
+neither computed nor fetched: an index map that stays at the last block needed makes the pipeline fetch nothing.
+
+Keys of a convolving network (DAPE V2) come in overlapping tiles, each with its halo, as in ``blockwise``.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dape_jax.attention import tpu_kernels, tpu_plan, tpu_rows
+from dape_jax.attention.arguments import Arrays, Spec
+from dape_jax.attention.blocks import BlockSizes
+from dape_jax.attention.target import MIB, Target
+from dape_jax.attention.tpu_plan import Plan, Scalars, row_index
+from dape_jax.attention.tpu_rows import LANES
+
+
+def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> str | None:
+    """Why these kernels cannot serve a call, naming the argument; None if they can."""
+    q, bias = arrays.q, spec.bias
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"q has dtype {q.dtype}; float32 or bfloat16 is needed"
+    if q.shape[3] > LANES:
+        return f"q has head dimension {q.shape[3]}; {LANES} or less is needed"
+    served = (*tpu_rows.ELEMENTWISE, *tpu_rows.FEATURES)
+    if bias is not None and type(bias) not in served:
+        return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
+    if blocks is not None:
+        return tpu_plan.misfit(spec, arrays, blocks, target.vmem_budget)
+    if tpu_plan.default_blocks(spec, arrays, target.vmem_budget) is None:
+        shape = f"{spec.num_heads} heads of {q.shape[3]}"
+        return f"q has {shape}, for which no block size fits {target.vmem_budget // MIB} MiB of VMEM"
+    return None
+
+
+def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> jax.Array:
+    """Attention output [H, B, Tq, d] in the dtype of q; rows that may attend to nothing are zero.
+
+    For calls without a ``refusal``. ``blocks.k`` counts the keys of a tile with their halo; None takes
+    ``tpu_plan.default_blocks``.
+    """
+    blocks = blocks or tpu_plan.default_blocks(spec, arrays, target.vmem_budget)
+    assert blocks is not None
+    return cast(jax.Array, _attend(tpu_plan.make_plan(spec, arrays, blocks), target, arrays))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(plan: Plan, target: Target, arrays: Arrays) -> jax.Array:
+    return _heads_first(plan, _forward(plan, target, arrays, arrays.q.dtype)[0], arrays.q)
+
+
+def _attend_fwd(plan: Plan, target: Target, arrays: Arrays) -> tuple[jax.Array, Any]:
+    # Rounding the output that the backward reads makes each row of logit gradients sum to a little more or less than
+    # zero, which the gradients of bias parameters, sums over all rows, would show: 2 to 4 % for FIRE's.
+    dtype = jnp.dtype(jnp.float32) if arrays.bias_params else arrays.q.dtype
+    out, lse = _forward(plan, target, arrays, dtype)
+    # Named for rematerialisation policies: with both saved, the backward needs no second forward.
+    out = checkpoint_name(_heads_first(plan, out, arrays.q), "dape_attention_out")
+    return out.astype(arrays.q.dtype), (arrays, out, checkpoint_name(lse, "dape_attention_lse"))
+
+
+# Arguments as the kernels take them -----------------------------------------------------------------------------------
+
+
+def _heads_last(x: jax.Array) -> jax.Array:
+    """[H, B, T, d] to [B, T, H d]."""
+    x = jnp.transpose(x, (1, 2, 0, 3))
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _heads_first(plan: Plan, x: jax.Array, like: jax.Array) -> jax.Array:
+    """[B, padded T, H d] to [H, B, T, d], the shape of ``like``, without the padding."""
+    heads, batch, length, d = like.shape
+    return jnp.transpose(x[:, :length].reshape(batch, length, heads, d), (2, 0, 1, 3))
+
+
+def _pad_queries(plan: Plan, x: jax.Array, axis: int = 1, **how: Any) -> jax.Array:
+    missing = plan.q_blocks * plan.block_q - x.shape[axis]
+    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)], **how) if missing else x
+
+
+def _cut_keys(plan: Plan, x: jax.Array, axis: int = 1, **how: Any) -> jax.Array:
+    """Pads the keys to whole tiles; with a halo, each tile's copy of its neighbours' keys is inserted."""
+    halo, own = plan.halo, plan.own_keys
+    missing = plan.k_blocks * own - x.shape[axis]
+    if halo or missing:
+        x = jnp.pad(x, [(halo, missing + halo) if n == axis else (0, 0) for n in range(x.ndim)], **how)
+    if halo:
+        index = jnp.arange(plan.k_blocks)[:, None] * own + jnp.arange(plan.block_k)[None, :]
+        x = jnp.take(x, index.reshape(-1), axis=axis)
+    return x
+
+
+def _query_info(plan: Plan, arrays: Arrays) -> jax.Array:
+    """int32 [1 or B, padded Tq, 2]: position and segment. Queries that pad repeat the last position."""
+    positions = _pad_queries(plan, arrays.q_positions, mode="edge")
+    if arrays.q_segments is None:
+        return jnp.stack([positions, jnp.zeros_like(positions)], axis=-1)
+    segments = _pad_queries(plan, arrays.q_segments)
+    return jnp.stack([jnp.broadcast_to(positions, segments.shape), segments], axis=-1)
+
+
+def _key_info(plan: Plan, arrays: Arrays) -> jax.Array:
+    """int32 [1 or B, 8, cut Tk], the rows that ``tpu_kernels`` names."""
+    batch = arrays.k.shape[1] if plan.rows_of_keys else 1
+    shape = (batch, arrays.k.shape[2])
+    is_key = jnp.ones(shape, jnp.int32)
+    valid = is_key if arrays.k_valid is None else arrays.k_valid.astype(jnp.int32)
+    segments = jnp.zeros_like(is_key) if arrays.k_segments is None else arrays.k_segments
+    lane = jnp.arange(plan.k_blocks * plan.block_k) % plan.block_k
+    inner = ((lane >= plan.halo) & (lane < plan.halo + plan.own_keys)).astype(jnp.int32)
+    allowed = _cut_keys(plan, valid)
+    rows = [
+        _cut_keys(plan, jnp.broadcast_to(arrays.k_positions, shape), mode="edge"),
+        _cut_keys(plan, segments),
+        allowed,
+        allowed * inner[None],
+        _cut_keys(plan, is_key),
+    ]
+    return jnp.pad(jnp.stack(rows, axis=1), ((0, 0), (0, 8 - len(rows)), (0, 0)))
+
+
+def _scalars(plan: Plan, arrays: Arrays, keys: jax.Array, inner: str) -> Scalars:
+    """``inner`` names the grid axis whose range is asked for: "k" for each query block, "q" for each key block."""
+    q = _pad_queries(plan, arrays.q_positions, mode="edge").reshape(-1, plan.q_blocks, plan.block_q)
+    tiles = keys.reshape(keys.shape[0], 8, plan.k_blocks, plan.block_k)
+    own = tiles[..., plan.halo : plan.halo + plan.own_keys]
+    k = own[: q.shape[0], tpu_kernels.POSITION]
+    q_min, q_max, k_min, k_max = q.min(-1), q.max(-1), k.min(-1), k.max(-1)
+    needed = (k_min[:, None, :] <= q_max[:, :, None]) if plan.spec.causal else None
+    axis, blocks = (2, plan.k_blocks) if inner == "k" else (1, plan.q_blocks)
+    if needed is None:
+        outer = (q.shape[0], plan.q_blocks if inner == "k" else plan.k_blocks)
+        first, last = jnp.zeros(outer, jnp.int32), jnp.full(outer, blocks, jnp.int32)
+    else:
+        index = jax.lax.broadcasted_iota(jnp.int32, needed.shape, axis)
+        # Where nothing is needed, one block is fetched and not used.
+        first = jnp.where(needed, index, blocks - 1).min(axis)
+        last = jnp.where(needed, index + 1, 0).max(axis)
+    last = jnp.maximum(last, first + 1)
+    k_full = own[:, tpu_kernels.OWN].min(-1)
+    return Scalars(*(x.astype(jnp.int32).reshape(-1) for x in (q_min, q_max, k_min, k_max, k_full, first, last)))
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+class _Blocks:
+    """Block specifications for a grid of (row, query block, key block) or (row, key block, query block)."""
+
+    def __init__(self, plan: Plan, order: str):
+        self.plan, self.order = plan, order
+
+    def _spec(self, shape: tuple[int, ...], index: Callable[[Any, Any, Any], tuple]) -> pl.BlockSpec:
+        def index_map(b: Any, outer: Any, inner: Any, *scalars: Any) -> tuple:
+            s, plan = Scalars(*scalars), self.plan
+            at = row_index(b, outer, plan.q_blocks if self.order == "qk" else plan.k_blocks,
+                                       plan.rows_of_positions)  # fmt: skip
+            inner = jnp.minimum(jnp.maximum(inner, s.first[at]), s.last[at] - 1)
+            return index(b, outer, inner) if self.order == "qk" else index(b, inner, outer)
+
+        return pl.BlockSpec(shape, index_map)
+
+    def queries(self, width: int, by_row: bool = True) -> pl.BlockSpec:
+        return self._spec((1, self.plan.block_q, width), lambda b, i, _: (b if by_row else 0, i, 0))
+
+    def keys(self, width: int) -> pl.BlockSpec:
+        return self._spec((1, self.plan.block_k, width), lambda b, _, j: (b, j, 0))
+
+    def key_info(self) -> pl.BlockSpec:
+        by_row = self.plan.rows_of_keys
+        return self._spec((1, 8, self.plan.block_k), lambda b, _, j: (b if by_row else 0, 0, j))
+
+    def whole(self, x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n)
+
+
+def _call(
+    plan: Plan, kernel: Callable, fields: type, name: str, grid: tuple[int, ...], inputs: list, in_specs: list,
+    outputs: Any, out_specs: Any, scratch: Any, cost: pl.CostEstimate, target: Target, aliases: dict[int, int],
+) -> Any:  # fmt: skip
+    """``pallas_call`` of a kernel that takes one NamedTuple; inputs, outputs and scratch are trees."""
+    scalars, *arrays = inputs
+    leaves = jax.tree.leaves
+    tree = jax.tree.structure((scalars, *arrays, *outputs, *scratch))
+
+    def flat(*refs: Any) -> None:
+        kernel(plan, fields(*jax.tree.unflatten(tree, refs)))
+
+    out = pl.pallas_call(
+        flat,
+        out_shape=leaves(outputs),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=leaves(in_specs),
+            out_specs=leaves(out_specs),
+            scratch_shapes=leaves(scratch),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=target.vmem_limit
+        ),
+        cost_estimate=cost,
+        input_output_aliases=aliases,
+        interpret=target.interpret,
+        name=name,
+    )(*leaves(inputs))
+    return jax.tree.unflatten(jax.tree.structure(outputs), out)
+
+
+def _operands(plan: Plan, arrays: Arrays) -> tpu_rows.Operands:
+    return tpu_rows.pack(plan.rows, arrays.bias_params, arrays.adapt_params)
+
+
+def _cost(plan: Plan, batch: int, backward: bool) -> pl.CostEstimate:
+    """Of the tiles that a causal mask over default positions leaves."""
+    queries, keys = plan.q_blocks * plan.block_q, plan.k_blocks * plan.block_k
+    positions = batch * queries * keys // (2 if plan.spec.causal and plan.q_blocks > 1 else 1)
+    adapt, heads = plan.spec.adapt, plan.heads
+    products = 2 * heads * plan.head_dim
+    network = 0
+    if adapt is not None:
+        inputs = adapt.channels(heads, plan.spec.bias is not None) * (heads if adapt.per_head else 1)
+        network = adapt.kernel_width * adapt.width * (inputs + heads)
+    times = (2.5, 3.0) if backward else (1.0, 1.0)
+    size = 4 if plan.exact else 2
+    moved = batch * size * (queries * heads + keys * plan.kv_heads * plan.q_blocks) * plan.head_dim * 2
+    return pl.CostEstimate(
+        flops=int(2 * positions * (times[0] * products + times[1] * network)),
+        transcendentals=positions * heads * (1 if plan.spec.bias is None else 2),
+        bytes_accessed=moved * (2 if backward else 1),
+    )
+
+
+def _common(plan: Plan, arrays: Arrays, inner: str) -> tuple[list, list]:
+    """Scalars, q, k, v, info, keys, operands, and the specifications of all but the scalars."""
+    blocks = _Blocks(plan, "qk" if inner == "k" else "kq")
+    keys = _key_info(plan, arrays)
+    info = _query_info(plan, arrays)
+    operands = _operands(plan, arrays)
+    q = _pad_queries(plan, _heads_last(arrays.q))
+    k, v = (_cut_keys(plan, _heads_last(x)) for x in (arrays.k, arrays.v))
+    inputs = [_scalars(plan, arrays, keys, inner), q, k, v, info, keys, operands]
+    specs = [
+        blocks.queries(q.shape[2]),
+        blocks.keys(k.shape[2]),
+        blocks.keys(v.shape[2]),
+        blocks.queries(2, by_row=info.shape[0] > 1),
+        blocks.key_info(),
+        jax.tree.map(blocks.whole, operands),
+    ]
+    return inputs, specs
+
+
+def _forward(plan: Plan, target: Target, arrays: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """out [B, padded Tq, H d] and log-sum-exp float32 [B, padded Tq, H] (+inf in rows that may attend to nothing)."""
+    batch, blocks = arrays.q.shape[1], _Blocks(plan, "qk")
+    inputs, specs = _common(plan, arrays, "k")
+    q = inputs[1]
+    rows = (plan.tile_rows, LANES)
+    column = pltpu.VMEM(rows, jnp.float32)
+    outputs = (
+        jax.ShapeDtypeStruct(q.shape, dtype),
+        jax.ShapeDtypeStruct((*q.shape[:2], plan.heads), jnp.float32),
+    )
+    scratch = (
+        pltpu.VMEM((plan.slabs, *rows), jnp.float32),
+        tpu_kernels.query_scratch(plan),
+        column,
+        column,
+        column,
+        pltpu.VMEM((plan.heads, plan.block_q, plan.head_dim), jnp.float32),
+    )
+    return _call(
+        plan, tpu_kernels.forward, tpu_kernels.Forward, "dape_attention_forward",
+        (batch, plan.q_blocks, plan.k_blocks), inputs, specs, outputs,
+        (blocks.queries(q.shape[2]), blocks.queries(plan.heads)), scratch, _cost(plan, batch, False), target, {},
+    )  # fmt: skip
+
+
+def _attend_bwd(plan: Plan, target: Target, saved: Any, d_out: jax.Array) -> tuple[Arrays]:
+    arrays, out, lse = saved
+    batch, blocks = arrays.q.shape[1], _Blocks(plan, "kq")
+    inputs, specs = _common(plan, arrays, "q")
+    _, q, k, v, *_, operands = inputs
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)  # [H, B, Tq]
+    delta = _pad_queries(plan, jnp.transpose(delta, (1, 2, 0)))
+    d_out = _pad_queries(plan, _heads_last(d_out))
+    zeros = jnp.zeros(q.shape, jnp.float32)
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    inputs += [d_out, lse, delta, zeros]
+    specs += [blocks.queries(q.shape[2]), blocks.queries(plan.heads), blocks.queries(plan.heads), hbm]
+    d_operands = [operands.bias, operands.adapt]
+
+    def keys(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((1, plan.block_k, x.shape[2]), lambda b, j, *_: (b, j, 0))
+
+    outputs = (
+        jax.ShapeDtypeStruct(zeros.shape, zeros.dtype),
+        jax.ShapeDtypeStruct(k.shape, k.dtype),
+        jax.ShapeDtypeStruct(v.shape, v.dtype),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), d_operands),
+    )
+    out_specs = (hbm, keys(k), keys(v), jax.tree.map(blocks.whole, d_operands))
+    rows = (plan.tile_rows, LANES)
+    slabs, column = pltpu.VMEM((plan.slabs, *rows), jnp.float32), pltpu.VMEM(rows, jnp.float32)
+    of_keys = pltpu.VMEM((plan.kv_heads, plan.block_k, plan.head_dim), jnp.float32)
+    scratch = (
+        slabs,
+        slabs,
+        tpu_kernels.query_scratch(plan),
+        column,
+        column,
+        pltpu.VMEM((plan.block_q, q.shape[2]), jnp.float32),
+        of_keys,
+        of_keys,
+        pltpu.SemaphoreType.DMA,
+    )
+    aliases = {len(jax.tree.leaves(inputs)) - 1: 0}
+    d_q, d_k, d_v, (d_bias, d_adapt) = _call(
+        plan, tpu_kernels.backward, tpu_kernels.Backward, "dape_attention_backward",
+        (batch, plan.k_blocks, plan.q_blocks), inputs, specs, outputs, out_specs, scratch, _cost(plan, batch, True),
+        target, aliases,
+    )  # fmt: skip
+    gradients: dict[str, Any] = dict.fromkeys(Arrays._fields)  # None for what is not differentiable
+    gradients["q"] = _heads_first(plan, d_q.astype(q.dtype), arrays.q)
+    for name, d_x in (("k", d_k), ("v", d_v)):
+        like = getattr(arrays, name)
+        if plan.halo or d_x.shape[1] != like.shape[2]:
+            # Overlapping tiles add up where they overlap: the transpose of cutting.
+            shape = jax.ShapeDtypeStruct((batch, like.shape[2], d_x.shape[2]), d_x.dtype)
+            (d_x,) = jax.linear_transpose(functools.partial(_cut_keys, plan), shape)(d_x)
+        gradients[name] = _heads_first(plan, d_x, like)
+    params = (dict(arrays.bias_params), dict(arrays.adapt_params))
+    _, unpack = jax.vjp(lambda b, a: tpu_rows.pack(plan.rows, b, a)[:2], *params)
+    gradients["bias_params"], gradients["adapt_params"] = unpack((d_bias, d_adapt))
+    return (Arrays(**gradients),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+__all__ = ["attend", "refusal"]

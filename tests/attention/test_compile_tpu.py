@@ -1,0 +1,110 @@
+"""The TPU kernels through the whole TPU compiler, ahead of time and without a TPU; skipped where libtpu is missing.
+
+``pip install "jax[tpu]"`` brings it. What does not fit VMEM, or uses a layout that Mosaic refuses, fails here.
+"""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, KerplePower, T5Bias, dape_attention
+from dape_jax.attention import compile_for
+
+pytest.importorskip("libtpu", reason="libtpu is not installed")
+pytestmark = pytest.mark.slow
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no lock file
+
+KINDS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+MODELS = {"125M": (12, 64), "350M": (16, 64), "2.7B": (32, 80), "6.7B": (32, 128)}
+
+
+@functools.cache
+def device(kind):
+    return topologies.get_topology_desc(platform="tpu", topology_name=KINDS[kind]).devices[0]
+
+
+def compiled(kind, length, heads, d, bias, adapt, backward=True, dtype=jnp.bfloat16, batch=1, kv_heads=None, **kwargs):
+    """The compiled attention call, or its output and all gradients."""
+    on = NamedSharding(Mesh(np.array([device(kind)]), ("x",)), PartitionSpec())
+
+    def arguments():
+        key = jax.random.key(0)
+        q, k = (jnp.zeros((batch, length, n, d), dtype) for n in (heads, kv_heads or heads))
+        bias_params = {} if bias is None else bias.init(key, heads)
+        return (q, k, k, bias_params, {} if adapt is None else adapt.init(key, heads, bias is not None)), q
+
+    shapes = jax.eval_shape(arguments)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes)
+
+    def attend(q, k, v, bias_params, adapt_params):
+        return dape_attention(
+            q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
+            backend="pallas_tpu", **kwargs,
+        )  # fmt: skip
+
+    def both(arrays, cotangent):
+        if not backward:
+            return attend(*arrays)
+        out, vjp = jax.vjp(attend, *arrays)
+        return out, vjp(cotangent)
+
+    with compile_for("tpu", device(kind).device_kind):
+        program = jax.jit(both).lower(*shapes).compile()
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1 + backward
+    return program
+
+
+def memory(program):
+    """Bytes of arguments, results and what is held between, of the whole program."""
+    m = program.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("length", [512, 2048, 8192, 32768])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_and_lengths(kind, model, length, backward):
+    if (kind, model) == ("v4", "6.7B"):
+        pytest.skip("16 MiB of VMEM do not hold 32 heads of 128; refused by name")
+    compiled(kind, length, *MODELS[model], KerpleLog(), Adapt(), backward)
+
+
+@pytest.mark.parametrize("bias", [None, ALiBi(), KerpleLog(), KerplePower(), T5Bias(), FIRE()], ids=repr)
+@pytest.mark.parametrize(
+    "adapt",
+    [None, Adapt(), Adapt("concat"), Adapt("add_residual"), Adapt(per_head=True), Adapt(kernel_width=3),
+     Adapt(width=4), Adapt(width=64)], ids=repr,
+)  # fmt: skip
+def test_every_bias_with_every_network(bias, adapt):
+    compiled("v5e", 1000, 12, 64, bias, adapt)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "d"), [(1, 64), (4, 128), (5, 96), (25, 64), (25, 80), (64, 32)])
+def test_odd_shapes(heads, d, dtype):
+    compiled("v5e", 700, heads, d, KerpleLog(), Adapt(width=16), dtype=dtype)
+
+
+@pytest.mark.parametrize("adapt", [Adapt(), Adapt(kernel_width=3)], ids=repr)
+def test_every_argument(adapt):
+    ids, positions = jnp.zeros((2, 700), jnp.int32), jnp.zeros((2, 700), jnp.int32)
+    compiled(
+        "v5e", 700, 12, 64, FIRE(), adapt, batch=2, kv_heads=4, q_segment_ids=ids, k_segment_ids=ids,
+        k_valid=jnp.ones((2, 700), bool), q_positions=positions, k_positions=positions,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_linear_in_the_length(kind):
+    """At most 6 times q, k, v and the output at 125M shapes, and linear up to 131,072 tokens."""
+    used = {n: memory(compiled(kind, n, 12, 64, KerpleLog(), Adapt())) for n in (8192, 32768, 131072)}
+    assert used[8192] <= 6 * 4 * 8192 * 12 * 64 * 2
+    assert used[131072] - used[32768] <= 4.2 * (used[32768] - used[8192])
