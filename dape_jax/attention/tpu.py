@@ -61,8 +61,8 @@ def _attend(plan: Plan, target: Target, arrays: Arrays) -> jax.Array:
 
 def _attend_fwd(plan: Plan, target: Target, arrays: Arrays) -> tuple[jax.Array, Any]:
     # Rounding the output that the backward reads makes each row of logit gradients sum to a little more or less than
-    # zero, which the gradients of bias parameters, sums over all rows, would show: 2 to 4 % for FIRE's.
-    dtype = jnp.dtype(jnp.float32) if arrays.bias_params else arrays.q.dtype
+    # zero, which the gradients of parameters, sums over all rows, would show: 2 to 4 % for FIRE's.
+    dtype = jnp.dtype(jnp.float32) if arrays.bias_params or arrays.adapt_params else arrays.q.dtype
     out, lse = _forward(plan, target, arrays, dtype)
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
     out = checkpoint_name(_heads_first(plan, out, arrays.q), "dape_attention_out")

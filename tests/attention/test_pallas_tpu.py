@@ -49,18 +49,15 @@ def test_against_the_reference(name):
 
 
 def test_bfloat16_within_its_bounds():
-    """The reference receives the same rounded q, k, v in float32; ALiBi's W1 is what one pass would get wrong.
-
-    Five heads fill no tile of eight rows.
-    """
-    bias, adapt = ALiBi(), Adapt(width=8)
+    """The reference receives the same rounded q, k, v in float32. Five heads fill no tile of eight rows."""
+    bias, adapt = KerpleLog(), Adapt(width=8)
     arrays, cotangent = make(1, LENGTH, LENGTH, 5, 5, 16, bias, adapt, jnp.bfloat16)
     got, grads = run("pallas_tpu", arrays, cotangent, bias, adapt)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangent))
     want, want_grads = run("reference", *exact, bias, adapt)
     assert got.dtype == jnp.bfloat16
     assert relative_error(got, want) < 1e-2
-    assert_gradients_close(grads, want_grads, 2e-2, w1=5e-2)
+    assert_gradients_close(grads, want_grads, 1e-2)  # 2 % is allowed; one pass over S and B needs more
 
 
 @pytest.mark.parametrize("bias", [T5Bias(num_buckets=12, max_distance=50), FIRE(width=5, activation="leaky_relu")])
