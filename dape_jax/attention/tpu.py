@@ -194,6 +194,9 @@ def _call(
     leaves = jax.tree.leaves
     tree = jax.tree.structure((scalars, *arrays, *outputs, *scratch))
 
+    # The backward adds up along all three axes; chips with two cores may split the forward's blocks.
+    semantics = ("arbitrary",) * 3 if aliases else ("parallel", "parallel", "arbitrary")
+
     def flat(*refs: Any) -> None:
         kernel(plan, fields(*jax.tree.unflatten(tree, refs)))
 
@@ -207,9 +210,7 @@ def _call(
             out_specs=leaves(out_specs),
             scratch_shapes=leaves(scratch),
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=target.vmem_limit
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=target.vmem_limit),
         cost_estimate=cost,
         input_output_aliases=aliases,
         interpret=target.interpret,
