@@ -122,8 +122,6 @@ BAD = [
     ("evaluation.k", 0, "evaluation.k=0"),
     ("mesh.data", 0, "mesh.data=0"),
     ("model.num_kv_heads", 3, "num_kv_heads=3 does not divide num_heads=8"),
-    ("model.learned.length", 100, "model.learned.length=100: data.sequence_length=128 or more is needed"),
-    ("model.randomised.range", 127, "model.randomised.range=127: data.sequence_length=128 or more is needed"),
     ("model.yarn.beta_slow", 0.0, "model.yarn.beta_slow=0.0"),
     ("model.yarn.beta_fast", 1.0, "model.yarn.beta_fast=1.0: more than beta_slow"),
     ("model.position", "randomized_rope", "did you mean 'randomised_rope'"),
@@ -148,6 +146,22 @@ def test_bad_values_get_one_line(field, value, message):
 def test_a_missing_field_is_named():
     with pytest.raises(UserError, match=r"training.steps is missing"):
         config_lib.from_mapping({**base.get_config().to_dict(), "training": {"batch_size": 1}})
+
+
+@pytest.mark.parametrize(
+    ("position", "field"), [("learned", "learned.length"), ("randomised_rope", "randomised.range")]
+)
+def test_tables_and_ranges_hold_a_training_sequence_where_they_are_used(position, field):
+    section, name = field.split(".")
+    for used in (position, "rope"):
+        mapping = base.get_config(used)
+        mapping.model[section][name] = 127
+        mapping.evaluation.lengths = (64,)
+        if used == "rope":
+            config_lib.from_mapping(mapping)
+            continue
+        with pytest.raises(UserError, match=f"model.{field}=127: data.sequence_length=128 or more is needed"):
+            config_lib.from_mapping(mapping)
 
 
 def test_randomised_positions_reach_every_length_that_is_scored():

@@ -88,12 +88,15 @@ def _check_ranges(config: Config) -> None:
     need("model.yarn.beta_slow", model.yarn.beta_slow > 0, "a positive number is needed")
     need("model.yarn.beta_fast", model.yarn.beta_slow < model.yarn.beta_fast < inf, "more than beta_slow is needed")
     sequence = f"data.sequence_length={data.sequence_length} or more is needed"
+    position = split_position(model.position)
     learned, drawn_from = model.learned.length, model.randomised.range
-    need("model.learned.length", learned is None or learned >= data.sequence_length, sequence)
-    need("model.randomised.range", drawn_from is None or drawn_from >= data.sequence_length, sequence)
-    longest = drawn_from or 4 * data.sequence_length
-    need("evaluation.lengths", not split_position(model.position).randomised or max(lengths, default=0) <= longest,
-         f"lengths up to model.randomised.range={longest} are needed, which positions are drawn from")  # fmt: skip
+    if position.encoding == "learned":
+        need("model.learned.length", learned is None or learned >= data.sequence_length, sequence)
+    if position.randomised:
+        need("model.randomised.range", drawn_from is None or drawn_from >= data.sequence_length, sequence)
+        longest = drawn_from or 4 * data.sequence_length
+        need("evaluation.lengths", max(lengths, default=0) <= longest,
+             f"lengths up to model.randomised.range={longest} are needed, which positions are drawn from")  # fmt: skip
     dtypes = ("auto", "float32", "bfloat16")
     need("model.dtype", model.dtype in dtypes, f"is unknown{nearest(model.dtype, dtypes)}")
     need("data.sequence_length", data.sequence_length >= 1, "1 or more is needed")
