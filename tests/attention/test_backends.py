@@ -134,7 +134,9 @@ def test_against_reference_at_odd_lengths(backend, bias, adapt, length, dtype):
     want, want_grads = run("reference", exact, exact_cotangent, bias, adapt)
     if dtype == jnp.float32:
         assert relative_error(out, want) < 2e-6
-        assert_gradients_close(grads, want_grads, 3e-5)
+        # Of tens of millions of hidden values some lie within rounding of LeakyReLU's kink, and then on either side.
+        kinks = {"b1": 1e-3, "w1": 5e-3} if backend == "pallas_tpu" and length == 1000 else {}
+        assert_gradients_close(grads, want_grads, 3e-5, **kinks)
     else:  # bfloat16's own rounding of the result is 2^-9 an entry; the kernels' network has products in bfloat16
         assert relative_error(out, want) < (1e-2 if backend == "pallas_tpu" else 4e-3)
         wider = {"w1": 5e-2} if backend == "pallas_tpu" and bias == ALiBi() else {}
