@@ -38,7 +38,6 @@ test: $(VENV)/ready-dev
 
 test-slow: $(VENV)/ready-dev
 	$(BIN)/python -m pytest -n auto -m slow
-	$(BIN)/python -m pytest -n auto tests/attention/test_golden.py
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

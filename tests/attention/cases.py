@@ -47,10 +47,14 @@ def attend(backend, *arrays, blocks=None, bias=None, adapt=None, **kwargs):
         )  # fmt: skip
 
 
-def run(backend, arrays, cotangent, bias, adapt, blocks=None, **kwargs):
+OPTIMISED = {"xla_backend_optimization_level": 3}
+"""As users compile, where the fast tests do not."""
+
+
+def run(backend, arrays, cotangent, bias, adapt, blocks=None, compiler_options=None, **kwargs):
     """Output and gradients of everything, for a random cotangent."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def both(arrays, cotangent):
         of = functools.partial(attend, backend, blocks=blocks, bias=bias, adapt=adapt, **kwargs)
         out, vjp = jax.vjp(of, *arrays)

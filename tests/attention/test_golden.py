@@ -8,7 +8,7 @@ import pytest
 
 from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog
 from dape_jax.attention import BACKENDS, api, reference
-from tests.attention.cases import run
+from tests.attention.cases import OPTIMISED, run
 from tests.conftest import relative_error
 
 FILES = sorted(p for p in pathlib.Path("tests/golden").glob("*_[01].npz"))
@@ -58,7 +58,9 @@ CASES = [
 def test_parity(path, backend, blocks):
     z, qkv, bias, bias_params, adapt, adapt_params = load(path)
     cotangent = jnp.asarray(z["cotangent"]).transpose(0, 2, 1, 3)
-    out, (*d_qkv, d_bias, d_adapt) = run(backend, (*qkv, bias_params, adapt_params), cotangent, bias, adapt, blocks)
+    out, (*d_qkv, d_bias, d_adapt) = run(
+        backend, (*qkv, bias_params, adapt_params), cotangent, bias, adapt, blocks, OPTIMISED
+    )
     assert relative_error(out.transpose(0, 2, 1, 3), z["out"]) < 2e-6
     for name, got in zip("qkv", d_qkv, strict=True):
         assert relative_error(got.transpose(0, 2, 1, 3), z[f"d{name}"]) < 2e-5, name
