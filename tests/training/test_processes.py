@@ -1,10 +1,12 @@
 """Two processes with four devices each train as one process with eight: same batches, same losses, same checkpoints."""
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -58,18 +60,23 @@ def start(count, workdir, text, cache, mode="whole"):
         port = s.getsockname()[1]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(port), str(i), str(count), workdir, text, cache, mode],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(count)
-    ]
-    said = [process.communicate(timeout=600)[1] for process in processes]
-    for process, errors in zip(processes, said, strict=True):
-        assert process.returncode == (mode == "stopped"), errors[-3000:]
+    with contextlib.ExitStack() as stack:
+        # Files, not pipes: a process that waits for its pipe to be read would keep the other one waiting for it.
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", WORKER, str(port), str(i), str(count), workdir, text, cache, mode],
+                env=environment,
+                stderr=log,
+            )
+            for i, log in enumerate(logs)
+        ]
+        codes, said = [process.wait(timeout=600) for process in processes], []
+        for log in logs:
+            log.seek(0)
+            said.append(log.read())
+    for code, errors in zip(codes, said, strict=True):
+        assert code == (mode == "stopped"), errors[-3000:]
     return said
 
 
