@@ -12,7 +12,7 @@ QUICK_COMPILES := XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" \
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   train RoPE, Kerple and DAPE-Kerple at length 64, compare them up to 2,048 (about 5 minutes)"
+	@echo "make quickstart   train RoPE, Kerple and DAPE-Kerple at length 64, compare them up to 2,048 (minutes)"
 	@echo "make test         the fast tests          make test-slow   the slow ones"
 	@echo "make lint         ruff and pyright        make format      rewrite the code as ruff formats it"
 

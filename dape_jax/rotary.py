@@ -66,6 +66,8 @@ class YaRN(RoPE):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.base <= 1:
+            raise UserError(f"YaRN base={self.base!r}: a number above 1 is needed")
         if self.train_length < 1:
             raise UserError(f"YaRN train_length={self.train_length!r}: 1 or more is needed")
         if not 1 <= self.scale < math.inf:

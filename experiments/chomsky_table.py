@@ -6,13 +6,14 @@ python -m experiments.chomsky_table --config=configs/chomsky_small.py --workdir=
 Each run lies in DIR/TASK/METHOD/seedN with a log. Started again, the command goes on where it stopped.
 """
 
+import ast
 import concurrent.futures
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags
 from tqdm import tqdm
@@ -21,6 +22,7 @@ from dape_jax import config as config_lib
 from dape_jax.data.chomsky import TASKS, get_task
 from dape_jax.errors import UserError
 from dape_jax.evaluation import chomsky_table
+from dape_jax.training.workdir import CONFIG_FILE, check_same, read_record
 from experiments import command
 
 _CONFIG = flags.DEFINE_string("config", "configs/chomsky.py", "Configuration file of every run, without a method.")
@@ -54,6 +56,8 @@ def main(_: list[str]) -> None:
     jobs = _jobs(root)
     if _JOBS.value < 1:
         raise UserError(f"--jobs={_JOBS.value}: 1 or more is needed")
+    for job in jobs:
+        _check(job)
     todo = [job for job in jobs if chomsky_table.latest_report(job.workdir) is None]
     failed = _run_all(todo)
     reports = [report for job in jobs if (report := chomsky_table.latest_report(job.workdir)) is not None]
@@ -75,10 +79,45 @@ def _jobs(root: Path) -> list[Job]:
     for position in positions:
         config_lib.split_position(position)
     seeds = command.integers("seeds", _SEEDS.value)
+    for flag, values in ((_TASKS, tasks), (_METHODS, positions), (_SEEDS, seeds)):
+        if len(set(values)) < len(values):
+            raise UserError(f"--{flag.name}={flag.value} names one twice")
     jobs = [Job(t, p, s, root / t / p / f"seed{s}") for t in tasks for s in seeds for p in positions]
     if not jobs:
         raise UserError("--tasks, --methods and --seeds: at least one of each is needed")
     return jobs
+
+
+def _check(job: Job) -> None:
+    """Refuses a wrong configuration before anything runs, and a run in the folder that has another one."""
+    raw: Any = command.load_config(f"{_CONFIG.value}:{job.position}")
+    raw.data.task, raw.training.seed = job.task, job.seed
+    for override in OVERRIDES:
+        name, _, value = override.removeprefix("--config.").partition("=")
+        if name in ("data.task", "training.seed", "model.position"):
+            raise UserError(f"{override}: --tasks, --seeds and --methods say it for each run")
+        try:
+            parsed = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            parsed = value
+        try:
+            raw.update_from_flattened_dict({name: parsed})
+        except (KeyError, TypeError, ValueError) as e:
+            raise UserError(f"{override} does not fit the configuration: {e}") from e
+    config = config_lib.from_mapping(raw)
+    if config.data.source != config_lib.CHOMSKY:
+        raise UserError(f"--config={_CONFIG.value}: data.source={config.data.source!r} is no task")
+    if max(config.evaluation.lengths) <= config.data.sequence_length:
+        raise UserError(f"evaluation.lengths={config.evaluation.lengths}: a length beyond training is needed")
+    if (job.workdir / CONFIG_FILE).exists():
+        check_same(job.workdir, read_record(job.workdir)["config"], config_lib.to_dict(config))
+        report = chomsky_table.latest_report(job.workdir)
+        wanted = {"step": config.training.steps, "samples_of_each_length": config.evaluation.max_windows}
+        for what, value in wanted.items():
+            if report is not None and report[what] != value:
+                raise UserError(
+                    f"{job.workdir} was scored with {what}={report[what]}, not {value}; use another workdir"
+                )
 
 
 def _run_all(jobs: list[Job]) -> list[str]:

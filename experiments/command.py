@@ -156,7 +156,7 @@ def _take_config(argv: Sequence[str]) -> list[str]:
             rest.append(argument)
     if file is None:
         return rest
-    loaded = _load_config(file)
+    loaded = load_config(file)
     for argument in rest:
         name = argument.lstrip("-").partition("=")[0]
         if name.startswith("config."):
@@ -165,7 +165,8 @@ def _take_config(argv: Sequence[str]) -> list[str]:
     return rest
 
 
-def _load_config(value: str) -> ConfigDict:
+def load_config(value: str) -> ConfigDict:
+    """The configuration of FILE.py[:ARGUMENT]."""
     name, colon, argument = value.partition(":")
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
@@ -176,7 +177,10 @@ def _load_config(value: str) -> ConfigDict:
         get_config = runpy.run_path(name).get("get_config")
         if get_config is None:
             raise UserError("there is no get_config in it")
-        return get_config(argument) if colon else get_config()
+        made = get_config(argument) if colon else get_config()
+        if not isinstance(made, ConfigDict):
+            raise UserError(f"its get_config gives a {type(made).__name__}, not a ConfigDict")
+        return made
     except UserError as e:
         raise UserError(f"--config={value} is no configuration file: {e}") from e
     except Exception as e:  # whatever the user's file raises

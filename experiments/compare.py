@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
         plots.perplexity_by_length(reports, png_path)
     except OSError as e:
         raise UserError(f"--output={output}: cannot be written: {e.strerror or e}") from e
-    print(f"{output.with_suffix('.json')}\n{output.with_suffix('.png')}")
+    print(f"{json_path}\n{png_path}")
 
 
 if __name__ == "__main__":

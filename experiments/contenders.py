@@ -113,7 +113,7 @@ def _training_step(order: dict[str, Any]) -> dict[str, Any]:
     mesh = sharding.make_mesh(1, 1, jax.devices()[:1])
     steps, states, times = {}, {}, {"dape_kerple": [], "kerple": []}
     for position in times:
-        raw = quickstart.get_config(position)
+        raw: Any = quickstart.get_config(position)
         raw.data.sequence_length = order["length"]
         raw.training.batch_size = order["batch"]
         config = config_lib.from_mapping(raw)

@@ -107,18 +107,19 @@ def _score_text(directory: Path, config: Config) -> None:
         train_dtype = read_record(directory)["dtype"]
         result = report.make_report(run, plan, scores, step, train_dtype, _DRAW_SEED.value)
         if jax.process_index() == 0:
+            path = _write(report.write_report, result, directory)
             table.print_table([result])
-            _write(report.write_report, result, directory)
+            print(f"{path}\n{path.with_suffix('.png')}")
 
 
 def _score_task(directory: Path, config: Config) -> None:
-    given = [flag for flag in (_K, _MAX_TOKENS, _DATA_PATH, _TOKENIZER) if flag.value is not None]
+    given = [flag for flag in (_K, _MAX_TOKENS, _DATA_PATH, _TOKENIZER, _PROTOCOL, _SPLIT, _DRAWS) if flag.present]
     if given:
         raise UserError(f"--{given[0].name}={given[0].value}: is not for a task (data.source={config_lib.CHOMSKY!r})")
     lengths = config.evaluation.lengths if _LENGTHS.value is None else command.integers("lengths", _LENGTHS.value)
     samples = config.evaluation.max_windows if _MAX_WINDOWS.value is None else _MAX_WINDOWS.value
     if min(lengths) < 1 or samples < 1:
-        raise UserError(f"--lengths={max(lengths)} --max_windows={samples}: 1 or more is needed of both")
+        raise UserError(f"--lengths={min(lengths)} --max_windows={samples}: 1 or more is needed of both")
     checkpoints = Checkpoints(directory / "checkpoints")
     step = require_step(checkpoints, directory, _STEP.value)
     run = make_run(_on_these_devices(config))
@@ -132,8 +133,8 @@ def _score_task(directory: Path, config: Config) -> None:
         train_dtype = read_record(directory)["dtype"]
         result = chomsky_report.make_report(run, task, accuracies, step, _DRAW_SEED.value, train_dtype)
         if jax.process_index() == 0:
-            print(chomsky_report.summary(result))
-            _write(chomsky_report.write_report, result, directory)
+            path = _write(chomsky_report.write_report, result, directory)
+            print(f"{chomsky_report.summary(result)}\n{path}\n{path.with_suffix('.png')}")
 
 
 def _on_these_devices(config: Config) -> Config:
@@ -143,12 +144,11 @@ def _on_these_devices(config: Config) -> Config:
     return dataclasses.replace(config, mesh=config_lib.MeshSection(data=-1, fsdp=fsdp))
 
 
-def _write(write: Callable[[dict[str, Any], Path], Path], result: dict[str, Any], directory: Path) -> None:
+def _write(write: Callable[[dict[str, Any], Path], Path], result: dict[str, Any], directory: Path) -> Path:
     try:
-        path = write(result, directory / "evaluation")
+        return write(result, directory / "evaluation")
     except OSError as e:
         command.stop(f"the report in {directory / 'evaluation'} cannot be written: {e.strerror or e}")
-    print(f"{path}\n{path.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

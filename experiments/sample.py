@@ -21,6 +21,7 @@ from dape_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dape_jax.errors import UserError
 from dape_jax.training.checkpoint import Checkpoints, require_step
 from dape_jax.training.model import abstract_params
+from dape_jax.training.stop import StopFlag, Stopped, deferred_signals
 from dape_jax.training.workdir import check_tokenizer, load_config
 from experiments import command
 
@@ -56,11 +57,11 @@ def main(_: list[str]) -> None:
     mesh = sharding.make_mesh(1, len(devices), devices)
     model = config_lib.transformer(config, coder.vocab_size, jax.default_backend())
     params = checkpoints.restore_params(step, abstract_params(model, mesh))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), deferred_signals() as stop:
         for i in range(_SAMPLES.value):
             key = jax.random.fold_in(jax.random.key(_SEED.value), i)
             tokens = sampling.generate(model, params, prompt[None], _LENGTH.value, key, options)
-            _show(text, tokens, coder)
+            _show(text, tokens, coder, stop)
 
 
 def _prompt() -> str:
@@ -76,7 +77,7 @@ def _prompt() -> str:
         raise UserError(f"--prompt_file={_PROMPT_FILE.value} cannot be read: {e.strerror or e}") from e
 
 
-def _show(text: str, tokens: Iterator[np.ndarray], coder: Tokenizer) -> None:
+def _show(text: str, tokens: Iterator[np.ndarray], coder: Tokenizer, stop: StopFlag) -> None:
     """Writes the prompt and, as they come, the tokens; the rate goes to the error output."""
     stream, count, started = sampling.TextStream(coder), 0, 0.0
     for token in tokens:
@@ -84,6 +85,8 @@ def _show(text: str, tokens: Iterator[np.ndarray], coder: Tokenizer) -> None:
             started = time.monotonic()
             print(text, end="", flush=True)
         count += 1
+        if stop.signal_number:
+            raise Stopped(stop.signal_number, "in the middle of a sample")
         if int(token[0]) == coder.end_of_document:
             break
         print(stream.push(int(token[0])), end="", flush=True)

@@ -152,5 +152,11 @@ def _check(run: Run) -> None:
             f"training.batch_size={training.batch_size} cannot be split over {run.mesh.size} devices{parts}"
         )
     run.problem.check()
+    choose_backend(run.model.backend)  # refuses one that cannot run here
+    try:
+        run.model.check_length(run.problem.row_length)
+    except UserError as e:
+        raise UserError(f"model.position={run.config.model.position!r}: {e} (model.learned.length, "
+                        "model.randomised.range)") from e  # fmt: skip
     if training.tensorboard:
         check_tensorboard()

@@ -25,6 +25,7 @@ class Problem(Protocol):
       fingerprint: equal where the same step has the same batch.
       objective: what is minimised.
       targets_per_step: about how many targets a batch has.
+      row_length: tokens that the model reads of a row.
     """
 
     @property
@@ -37,6 +38,8 @@ class Problem(Protocol):
     def objective(self) -> Objective: ...
     @property
     def targets_per_step(self) -> int: ...
+    @property
+    def row_length(self) -> int: ...
 
     def summary(self) -> list[str]:
         """What a user should know of it before training, a line each."""
@@ -85,6 +88,10 @@ class LanguageModelling:
     @property
     def targets_per_step(self) -> int:
         return self.config.training.batch_size * self.config.data.sequence_length
+
+    @property
+    def row_length(self) -> int:
+        return self.config.data.sequence_length
 
     def summary(self) -> list[str]:
         split = self.tokens.manifest["splits"]["train"]
@@ -155,7 +162,7 @@ class Chomsky:
 
     def summary(self) -> list[str]:
         longest = self.config.data.sequence_length
-        return [f"{self.name}: inputs of lengths {self.task.min_length} to {longest}, rows of {self._width()} tokens"]
+        return [f"{self.name}: inputs of lengths {self.task.min_length} to {longest}, rows of {self.row_length} tokens"]
 
     def check(self) -> None:
         """Nothing to refuse."""
@@ -180,9 +187,10 @@ class Chomsky:
         training, longest = self.config.training, self.config.data.sequence_length
         rows = training.batch_size if rows is None else rows
         length = task_batches.training_length(self.task, longest, training.seed, step)
-        return task_batches.draw(self.task, training.seed, step, stream, rows, length, self._width())
+        return task_batches.draw(self.task, training.seed, step, stream, rows, length, self.row_length)
 
-    def _width(self) -> int:
+    @property
+    def row_length(self) -> int:
         return task_batches.longest(self.task, self.config.data.sequence_length)
 
 

@@ -86,14 +86,7 @@ def claim(workdir: Path, run: Run) -> None:
     }
     if path.exists():
         check_tokenizer(workdir, run.config.data.tokenizer, run.problem.tokenizer)
-        before, now = _flat(_read(path)), _flat(record)
-        for name in sorted({*before, *now}):
-            field = name.removeprefix("config.")
-            if before.get(name) != now.get(name) and not any(field == f or field.startswith(f"{f}.") for f in FREE):
-                raise UserError(
-                    f"workdir {workdir} holds another run: {field} is {before.get(name)!r} there and "
-                    f"{now.get(name)!r} here; use another workdir"
-                )
+        check_same(workdir, _read(path), record)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         partial = workdir / _PARTIAL
@@ -101,6 +94,18 @@ def claim(workdir: Path, run: Run) -> None:
         os.replace(partial, path)
     except OSError as e:
         raise UserError(f"workdir {workdir} cannot be made or written: {e.strerror or e}") from e
+
+
+def check_same(workdir: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses what differs, but for fields that may change (``FREE``), between two records or configurations."""
+    before, now = _flat(before), _flat(now)
+    for name in sorted({*before, *now}):
+        field = name.removeprefix("config.")
+        if before.get(name) != now.get(name) and not any(field == f or field.startswith(f"{f}.") for f in FREE):
+            raise UserError(
+                f"workdir {workdir} holds another run: {field} is {before.get(name)!r} there and "
+                f"{now.get(name)!r} here; use another workdir"
+            )
 
 
 def load_config(workdir: Path) -> Config:
