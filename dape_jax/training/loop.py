@@ -152,7 +152,8 @@ def _check(run: Run) -> None:
             f"training.batch_size={training.batch_size} cannot be split over {run.mesh.size} devices{parts}"
         )
     run.problem.check()
-    choose_backend(run.model.backend)  # refuses one that cannot run here
+    if run.model.backend != "auto":
+        choose_backend(run.model.backend)  # refuses one that cannot run here
     try:
         run.model.check_length(run.problem.row_length)
     except UserError as e:

@@ -116,9 +116,12 @@ def test_a_table_of_tasks_goes_on_where_it_stopped(command, tmp_path):
         (["--jobs=0"], "--jobs=0: 1 or more"),
     ):  # fmt: skip
         check_refusal(command("chomsky_table", *table, *flags), message)
-    broken = command("chomsky_table", *table, "--methods=fire", "--config.model.fire.width=0", *small)
-    assert broken.returncode == 1
-    assert "2 of 2 runs failed: even_pairs, fire, seed 0: model.fire.width=0" in broken.stderr
+    for flags, message in (
+        (["--config.model.fire.width=0"], "model.fire.width=0"), (["--config.training.seed=3"], "--seeds and --methods"),
+        (["--config.model.widht=3"], "--config.model.widht=3 does not fit"), (["--seeds=0,0"], "names one twice"),
+        (["--config.training.steps=5"], "holds another run: training.steps is 4 there and 5 here"),
+    ):  # fmt: skip
+        check_refusal(command("chomsky_table", *table, "--methods=kerple", *small, *flags), message)
 
 
 def test_a_run_of_four_devices_is_evaluated_on_one_and_after_its_text_has_moved(command, text_folder, tmp_path):
