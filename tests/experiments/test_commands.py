@@ -117,8 +117,8 @@ def test_a_table_of_tasks_goes_on_where_it_stopped(command, tmp_path):
     ):  # fmt: skip
         check_refusal(command("chomsky_table", *table, *flags), message)
     for flags, message in (
-        (["--config.model.fire.width=0"], "model.fire.width=0"), (["--config.training.seed=3"], "--seeds and --methods"),
-        (["--config.model.widht=3"], "--config.model.widht=3 does not fit"), (["--seeds=0,0"], "names one twice"),
+        (["--config.model.fire.width=0"], "model.fire.width=0"), (["--config.training.seed=3"], "--tasks, --seeds and"),
+        (["--config.model.widht=3"], "did you mean 'width'?"), (["--seeds=0,0"], "names one twice"),
         (["--config.training.steps=5"], "holds another run: training.steps is 4 there and 5 here"),
     ):  # fmt: skip
         check_refusal(command("chomsky_table", *table, "--methods=kerple", *small, *flags), message)
