@@ -56,7 +56,7 @@ def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, target: Target, arrays: Arrays) -> jax.Array:
-    return _heads_first(plan, _forward(plan, target, arrays, arrays.q.dtype)[0], arrays.q)
+    return _heads_first(_forward(plan, target, arrays, arrays.q.dtype)[0], arrays.q)
 
 
 def _attend_fwd(plan: Plan, target: Target, arrays: Arrays) -> tuple[jax.Array, Any]:
@@ -65,7 +65,7 @@ def _attend_fwd(plan: Plan, target: Target, arrays: Arrays) -> tuple[jax.Array, 
     dtype = jnp.dtype(jnp.float32) if arrays.bias_params or arrays.adapt_params else arrays.q.dtype
     out, lse = _forward(plan, target, arrays, dtype)
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
-    out = checkpoint_name(_heads_first(plan, out, arrays.q), "dape_attention_out")
+    out = checkpoint_name(_heads_first(out, arrays.q), "dape_attention_out")
     return out.astype(arrays.q.dtype), (arrays, out, checkpoint_name(lse, "dape_attention_lse"))
 
 
@@ -78,7 +78,7 @@ def _heads_last(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def _heads_first(plan: Plan, x: jax.Array, like: jax.Array) -> jax.Array:
+def _heads_first(x: jax.Array, like: jax.Array) -> jax.Array:
     """[B, padded T, H d] to [H, B, T, d], the shape of ``like``, without the padding."""
     heads, batch, length, d = like.shape
     return jnp.transpose(x[:, :length].reshape(batch, length, heads, d), (2, 0, 1, 3))
@@ -334,14 +334,14 @@ def _attend_bwd(plan: Plan, target: Target, saved: Any, d_out: jax.Array) -> tup
         target, aliases,
     )  # fmt: skip
     gradients: dict[str, Any] = dict.fromkeys(Arrays._fields)  # None for what is not differentiable
-    gradients["q"] = _heads_first(plan, d_q.astype(q.dtype), arrays.q)
+    gradients["q"] = _heads_first(d_q.astype(q.dtype), arrays.q)
     for name, d_x in (("k", d_k), ("v", d_v)):
         like = getattr(arrays, name)
         if plan.halo or d_x.shape[1] != like.shape[2]:
             # Overlapping tiles add up where they overlap: the transpose of cutting.
             shape = jax.ShapeDtypeStruct((batch, like.shape[2], d_x.shape[2]), d_x.dtype)
             (d_x,) = jax.linear_transpose(functools.partial(_cut_keys, plan), shape)(d_x)
-        gradients[name] = _heads_first(plan, d_x, like)
+        gradients[name] = _heads_first(d_x, like)
     params = (dict(arrays.bias_params), dict(arrays.adapt_params))
     _, unpack = jax.vjp(lambda b, a: tpu_rows.pack(plan.rows, b, a)[:2], *params)
     gradients["bias_params"], gradients["adapt_params"] = unpack((d_bias, d_adapt))

@@ -186,8 +186,8 @@ def logits(rows: Rows, operands: Operands, s: jax.Array, geometry: Geometry) -> 
 
 def _joint(rows: Rows, p: dict[str, jax.Array], inputs: Sequence[jax.Array], is_key: jax.Array | None) -> jax.Array:
     x = inputs[0] if len(inputs) == 1 else jnp.concatenate(inputs, axis=0)
-    act = _leaky(mix("split", rows.exact, p["w1"], x) + lanes(p["b1"], rows.keys), is_key)
-    y = mix("split", rows.exact, p["w2"], act)
+    act = _leaky(mix(False, rows.exact, p["w1"], x) + lanes(p["b1"], rows.keys), is_key)
+    y = mix(False, rows.exact, p["w2"], act)
     n, half = rows.count, rows.taps // 2
     return functools.reduce(jnp.add, [shift(half - t, y[t * n : (t + 1) * n]) for t in range(rows.taps)])
 
@@ -228,7 +228,7 @@ def _bias(rows: Rows, operands: Operands, geometry: Geometry) -> jax.Array:
             features.append(jnp.where((distance >= first) & (distance < end), 1.0, 0.0))
         else:
             features.append(_fire_features(bias, p, q, geometry.k_positions, distance))
-    return mix("full", rows.exact, p["weights"], jnp.concatenate(features, axis=0))
+    return mix(True, rows.exact, p["weights"], jnp.concatenate(features, axis=0))
 
 
 def _fire_features(bias: Any, p: dict, q: jax.Array, k: jax.Array, distance: jax.Array) -> jax.Array:
@@ -280,43 +280,38 @@ def _low(x: jax.Array) -> jax.Array:
     return (x - x.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def mix(mode: str, exact: bool, w: jax.Array, x: jax.Array) -> jax.Array:
+def mix(full: bool, exact: bool, w: jax.Array, x: jax.Array) -> jax.Array:
     """``w @ x``, [m, c] and [c, keys], in float32.
 
-    Unless ``exact``, in bfloat16 passes with float32 sums. Mode "single": one pass each for the product and its two
-    gradients. "split": x, and in the product w too, as a high and a low part, since rounding S and B once costs up to
-    42 % of the gradient of W1. "full": both gradients likewise.
+    Unless ``exact``, in bfloat16 passes with float32 sums. w and x are then each a high and a low part, since rounding
+    S and B once costs up to 42 % of the gradient of W1; with ``full`` the gradient that arrives is two parts as well.
     """
-    return cast(jax.Array, _mix(mode, exact, w, x))
+    return cast(jax.Array, _mix(full, exact, w, x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mix(mode: str, exact: bool, w: jax.Array, x: jax.Array) -> jax.Array:
+def _mix(full: bool, exact: bool, w: jax.Array, x: jax.Array) -> jax.Array:
     if exact:
         return product(w, x, (1, 0), exact=True)
-    if mode == "single":
-        return product(_high(w), _high(x), (1, 0), exact=False)
-    return _two(w, x, (1, 0), w_low=True, x_low=True)
+    return _parts(w, x, (1, 0), a_low=True, b_low=True)
 
 
-def _two(a: jax.Array, b: jax.Array, contract: tuple[int, int], w_low: bool, x_low: bool) -> jax.Array:
+def _parts(a: jax.Array, b: jax.Array, contract: tuple[int, int], a_low: bool, b_low: bool) -> jax.Array:
     y = product(_high(a), _high(b), contract, exact=False)
-    if x_low:
+    if b_low:
         y = y + product(_high(a), _low(b), contract, exact=False)
-    return y + product(_low(a), _high(b), contract, exact=False) if w_low else y
+    return y + product(_low(a), _high(b), contract, exact=False) if a_low else y
 
 
-def _mix_fwd(mode: str, exact: bool, w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return mix(mode, exact, w, x), (w, x)
+def _mix_fwd(full: bool, exact: bool, w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return mix(full, exact, w, x), (w, x)
 
 
-def _mix_bwd(mode: str, exact: bool, saved: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple:
+def _mix_bwd(full: bool, exact: bool, saved: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple:
     w, x = saved
     if exact:
         return product(d_y, x, (1, 1), exact=True), product(w, d_y, (0, 0), exact=True)
-    full = mode == "full"
-    d_w = _two(d_y, x, (1, 1), w_low=full, x_low=mode != "single")
-    return d_w, _two(w, d_y, (0, 0), w_low=full, x_low=full)
+    return _parts(d_y, x, (1, 1), a_low=full, b_low=True), _parts(w, d_y, (0, 0), a_low=full, b_low=full)
 
 
 _mix.defvjp(_mix_fwd, _mix_bwd)
