@@ -217,6 +217,7 @@ def check(
             raise UserError(f"{name} has shape {x.shape}; {(batch, length)} is needed")
     if k_valid is not None and k_valid.dtype != jnp.bool_:
         raise UserError(f"k_valid has dtype {k_valid.dtype}; bool is needed")
+    consecutive = q_positions is None and k_positions is None
     if k_positions is None:
         k_positions = jnp.arange(k_length, dtype=jnp.int32)
     if q_positions is None:
@@ -226,7 +227,7 @@ def check(
     if q_positions.shape[0] != k_positions.shape[0]:
         q_positions = jnp.broadcast_to(q_positions, (batch, q_length))
         k_positions = jnp.broadcast_to(k_positions, (batch, k_length))
-    spec = Spec(bias, adapt, bool(causal), float(d**-0.5 if scale is None else scale), heads)
+    spec = Spec(bias, adapt, bool(causal), float(d**-0.5 if scale is None else scale), heads, consecutive)
     bias_params, adapt_params = dict(bias_params or {}), dict(adapt_params or {})
     _check_params(spec, bias_params, adapt_params)
     q, k, v = (jnp.transpose(x, (2, 0, 1, 3)) for x in (q, k, v))

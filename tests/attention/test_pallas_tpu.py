@@ -107,8 +107,9 @@ def test_no_array_of_length_squared():
 def test_default_blocks_fit_the_memory(kind, budget, heads):
     def f(x):
         spec, arrays = api.check(x, x, x)
-        blocks = tpu_plan.default_blocks(spec, arrays, target.Target("tpu", kind).vmem_budget)
-        assert tpu_plan.vmem_bytes(tpu_plan.make_plan(spec, arrays, blocks)) <= budget * 2**20
+        plans = tpu_plan.make_plans(spec, arrays, None, target.Target("tpu", kind).vmem_budget)
+        assert tpu_plan.forward_vmem_bytes(plans.forward) <= budget * 2**20
+        assert tpu_plan.backward_vmem_bytes(plans.backward) <= budget * 2**20
         return x
 
     jax.eval_shape(f, jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16))
