@@ -36,7 +36,7 @@ from tqdm import tqdm
 from dape_jax.errors import UserError, nearest
 from dape_jax.evaluation.report import write_json
 from experiments import command
-from experiments.kernel_programs import DENSE, MODELS, TOPOLOGIES
+from experiments.kernel_programs import DENSE, MODELS, NAMES, TOPOLOGIES
 from experiments.static_schedule import (
     MXU_ROWS_PER_CYCLE,
     Node,
@@ -66,7 +66,6 @@ _USAGE = (
 )
 _ROOT = Path(__file__).parent.parent
 _SPLASH_BLOCKS = (512, 1024)
-_NAMES = {"forward": "dape_attention_forward", "backward": "dape_attention_backward"}
 LANES = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256}
 """Contraction entries and outputs of one MXU row."""
 UNITS = {
@@ -86,7 +85,7 @@ SPILLS = {"VLOAD": "VLOAD:FILL", "VSTORE": "VSTORE:SPILL"}
 def main(_: list[str]) -> None:
     targets = _names("targets", _TARGETS.value, TOPOLOGIES)
     models = _names("models", _MODELS.value, MODELS)
-    kernels = _names("kernels", _KERNELS.value, (*_NAMES, "splash"))
+    kernels = _names("kernels", _KERNELS.value, (*NAMES, "splash"))
     widths = command.integers("widths", _WIDTHS.value)
     _check_numbers(widths)
     output = _writable(Path(_OUTPUT.value).expanduser())
@@ -103,7 +102,7 @@ def main(_: list[str]) -> None:
             for name, schedule in schedules.items():
                 if order["program"] == "dense":
                     calibration[order["target"]] = _calibrate(order["target"], schedule)
-                elif order["program"] == "splash" or any(_NAMES.get(kernel) == name for kernel in kernels):
+                elif order["program"] == "splash" or any(NAMES.get(kernel) == name for kernel in kernels):
                     entries.append(describe(order, made, name, schedule))
                     trees.append(_title(entries[-1]) + "\n" + _tree(schedule, schedule.root))
             progress.update()
@@ -195,7 +194,8 @@ def _compile(order: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Schedule]
         if "refused" in made:
             raise UserError(f"{what}: {made['refused']}")
         try:
-            return made, {name: _schedule(Path(folder), name) for name in made["kernels"]}
+            wanted = made["kernels"] if order["program"] != "dape" else set(made["kernels"]) & set(NAMES.values())
+            return made, {name: _schedule(Path(folder), name) for name in sorted(wanted)}
         except ScheduleError as e:
             command.stop(f"{what}: this libtpu's dump cannot be read: {e}")
 
@@ -243,7 +243,7 @@ def unit_bounds(work: Work, capacity: dict[str, int], positions: float) -> dict[
 def describe(order: dict[str, Any], made: dict[str, Any], name: str, schedule: Schedule) -> dict[str, Any]:
     """The figures of one kernel."""
     is_splash = order["program"] == "splash"
-    kernel = "splash" if is_splash else next(k for k, v in _NAMES.items() if v == name)
+    kernel = "splash" if is_splash else next(k for k, v in NAMES.items() if v == name)
     heads, head_dim = MODELS[order["model"]]
     # A step of splash attention is one head's.
     positions = made["block_q"] * made["block_k"] / (heads if is_splash else 1)
@@ -253,7 +253,7 @@ def describe(order: dict[str, Any], made: dict[str, Any], name: str, schedule: S
     largest = max(bounds, key=lambda unit: bounds[unit])
     design = arithmetic_bound(kernel, heads, head_dim, order.get("width"), LANES[order["target"]])
     cycles = interior.cycles() / positions
-    notes = list(found.notes)
+    notes = [*made["notes"], *found.notes]
     if bounds["MXU"] < 0.9 * design:
         notes.append(f"MXU rows need {bounds['MXU']:.3f}, less than the design's {design:.3f}: work may be missing")
     return {
