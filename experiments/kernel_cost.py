@@ -194,8 +194,8 @@ def _compile(order: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Schedule]
         if "refused" in made:
             raise UserError(f"{what}: {made['refused']}")
         try:
-            wanted = made["kernels"] if order["program"] != "dape" else set(made["kernels"]) & set(NAMES.values())
-            return made, {name: _schedule(Path(folder), name) for name in sorted(wanted)}
+            wanted = [name for name in made["kernels"] if order["program"] != "dape" or name in NAMES.values()]
+            return made, {name: _schedule(Path(folder), name) for name in wanted}
         except ScheduleError as e:
             command.stop(f"{what}: this libtpu's dump cannot be read: {e}")
 
