@@ -194,7 +194,7 @@ def _compile(order: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Schedule]
         if "refused" in made:
             raise UserError(f"{what}: {made['refused']}")
         try:
-            wanted = [name for name in made["kernels"] if order["program"] != "dape" or name in NAMES.values()]
+            wanted = list(made["tiles"])
             return made, {name: _schedule(Path(folder), name) for name in wanted}
         except ScheduleError as e:
             command.stop(f"{what}: this libtpu's dump cannot be read: {e}")
@@ -246,7 +246,8 @@ def describe(order: dict[str, Any], made: dict[str, Any], name: str, schedule: S
     kernel = "splash" if is_splash else next(k for k, v in NAMES.items() if v == name)
     heads, head_dim = MODELS[order["model"]]
     # A step of splash attention is one head's.
-    positions = made["block_q"] * made["block_k"] / (heads if is_splash else 1)
+    tile = made["tiles"][name]
+    positions = tile["block_q"] * tile["block_k"] / (heads if is_splash else 1)
     found = step(schedule)
     interior, diagonal = found.variants[0], found.variants[-1]
     bounds = unit_bounds(interior, schedule.capacity, positions)
@@ -258,8 +259,7 @@ def describe(order: dict[str, Any], made: dict[str, Any], name: str, schedule: S
         notes.append(f"MXU rows need {bounds['MXU']:.3f}, less than the design's {design:.3f}: work may be missing")
     return {
         "target": order["target"], "model": order["model"], "heads": heads, "head_dim": head_dim, "kernel": kernel,
-        "width": order.get("width"), "length": order["length"], "block_q": made["block_q"],
-        "block_k": made["block_k"], "group": made["group"], "compiled_with_backward": order.get("backward"),
+        "width": order.get("width"), "length": order["length"], **tile, "compiled_with_backward": order.get("backward"),
         "interior": cycles,
         "diagonal": diagonal.cycles() / positions,
         "with_ends": _with_ends(found) / positions,

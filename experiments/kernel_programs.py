@@ -60,16 +60,22 @@ def dape(order: dict[str, Any], device: Any) -> dict[str, Any]:
     with compile_for("tpu", device.device_kind):
         kernels = _compile(both, shapes, device)
         spec, arrays = _checked(shapes[0], bias, adapt)
-        used = blocks or tpu_plan.default_blocks(spec, arrays, target.current().vmem_budget)
-        assert used is not None
-        group = tpu_plan.make_plan(spec, arrays, used).group
-    steps = math.ceil(order["length"] / used.q) * math.ceil(order["length"] / used.k)
-    notes = [
-        f"{name} has a grid of {grid}, where tiles of {used.q} x {used.k} make {steps} steps: is a step one tile?"
-        for name, grid in kernels.items()
-        if name in NAMES.values() and math.prod(grid) != steps
-    ]
-    return {"kernels": list(kernels), "block_q": used.q, "block_k": used.k, "group": group, "notes": notes}
+        plans = tpu_plan.make_plans(spec, arrays, blocks, target.current().vmem_budget)
+    plan_of = {NAMES["forward"]: plans.forward, NAMES["backward"]: plans.backward}
+    tiles, notes = {}, []
+    for name, grid in kernels.items():
+        if name in plan_of:
+            plan = plan_of[name]
+            tiles[name] = _tile(plan.block_q, plan.block_k, plan.group)
+            steps = plan.q_blocks * plan.k_blocks
+            if math.prod(grid) != steps:
+                tile = f"tiles of {plan.block_q} x {plan.block_k} make {steps} steps"
+                notes.append(f"{name} has a grid of {grid}, where {tile}: is a step one tile?")
+    return {"tiles": tiles, "notes": notes}
+
+
+def _tile(block_q: int | None, block_k: int | None, group: int | None = None) -> dict[str, Any]:
+    return {"block_q": block_q, "block_k": block_k, "group": group}
 
 
 def _checked(arrays: tuple, bias: Any, adapt: Any) -> tuple:
@@ -95,13 +101,7 @@ def splash(order: dict[str, Any], device: Any) -> dict[str, Any]:
     attend = kernel.make_splash_mha_single_device(mask=mask, block_sizes=sizes)
     x = jax.ShapeDtypeStruct((heads, length, head_dim), jnp.bfloat16)
     kernels = _compile(attend, (x, x, x), device)
-    return {
-        "kernels": list(kernels),
-        "block_q": order["block_q"],
-        "block_k": order["block_k"],
-        "group": None,
-        "notes": [],
-    }
+    return {"tiles": {name: _tile(order["block_q"], order["block_k"]) for name in kernels}, "notes": []}
 
 
 def dense(order: dict[str, Any], device: Any) -> dict[str, Any]:
@@ -113,13 +113,7 @@ def dense(order: dict[str, Any], device: Any) -> dict[str, Any]:
 
     product = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((m, n), jnp.float32), name="dense_product")
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n)))
-    return {
-        "kernels": list(_compile(product, (a, b), device)),
-        "block_q": None,
-        "block_k": None,
-        "group": None,
-        "notes": [],
-    }
+    return {"tiles": {name: _tile(None, None) for name in _compile(product, (a, b), device)}, "notes": []}
 
 
 def _compile(function: Any, shapes: tuple, device: Any) -> dict[str, tuple[int, ...]]:

@@ -21,8 +21,8 @@ class Forward(NamedTuple):
 
     Inputs: scalars; q [1, block_q, H d]; k, v [1, block_k, N d]; info int32 [1, block_q, 2], positions and segments;
     keys int32 [1, 8, block_k]; operands or tables, the other empty. Outputs: out [1, block_q, H d]; lse float32
-    [1, block_q, H]. Scratch, float32: slabs [slabs, tile_rows, 128], logits and then probabilities; query; strip; active,
-    twice the hidden layer of the groups of one step of the loop; top, total, decay [tile_rows, 128]; acc
+    [1, block_q, H]. Scratch, float32: slabs [slabs, tile_rows, 128], logits and then probabilities; query; strip;
+    active, twice the hidden layer of the groups of one step of the loop; top, total, decay [tile_rows, 128]; acc
     [H, block_q, d].
     """
 
@@ -109,7 +109,7 @@ def kernel(plan: Plan, r: Forward) -> None:
         r.lse[0] = lse[:, : plan.heads]
 
 
-# The stages of a tile, each of a step's groups: from raw logits in r.slabs to probabilities there ------------------------
+# The stages of a tile, each of a step's groups: from raw logits in r.slabs to probabilities there ---------------------
 
 Stage = Callable[[Any, int], None]
 """Takes the number of a step and its parity, which is known where the number is traced."""

@@ -1,8 +1,8 @@
 """What the forward and the backward kernel of the TPU backend share: a tile of one query block and one key block.
 
-A grid step holds all heads, since the DAPE network mixes them. Each head's logits go with a strided store into a scratch
-whose rows are ordered (query, head), in slabs of 128 keys; groups of queries then pass through bias, network and softmax
-in that layout, and a strided load gives each head its probabilities back for the product with the values.
+A grid step holds all heads, since the DAPE network mixes them. Each head's logits go with a strided store into a
+scratch whose rows are ordered (query, head), in slabs of 128 keys; groups of queries then pass through bias, network
+and softmax in that layout, and a strided load gives each head its probabilities back for the product with the values.
 
 Columns of numbers a row (maxima, sums, positions) are [rows, 128] with the same number in every lane.
 """
