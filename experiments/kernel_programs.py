@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dape_jax import Adapt, KerpleLog, UserError, dape_attention
-from dape_jax.attention import BlockSizes, compile_for, target, tpu_plan
+from dape_jax.attention import BlockSizes, compile_for, target, tpu_blocks
 from dape_jax.attention.api import check
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -60,7 +60,7 @@ def dape(order: dict[str, Any], device: Any) -> dict[str, Any]:
     with compile_for("tpu", device.device_kind):
         kernels = _compile(both, shapes, device)
         spec, arrays = _checked(shapes[0], bias, adapt)
-        plans = tpu_plan.make_plans(spec, arrays, blocks, target.current().vmem_budget)
+        plans = tpu_blocks.make_plans(spec, arrays, blocks, target.current())
     plan_of = {NAMES["forward"]: plans.forward, NAMES["backward"]: plans.backward}
     tiles, notes = {}, []
     for name, grid in kernels.items():

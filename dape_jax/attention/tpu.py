@@ -17,11 +17,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dape_jax.attention import tpu_backward, tpu_forward, tpu_plan, tpu_rows, tpu_tables, tpu_tiles
+from dape_jax.attention import tpu_backward, tpu_blocks, tpu_forward, tpu_rows, tpu_tables, tpu_tiles
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import MIB, Target
-from dape_jax.attention.tpu_plan import Plan, Plans, Scalars, row_index
+from dape_jax.attention.tpu_blocks import Plans
+from dape_jax.attention.tpu_plan import Plan, Scalars, row_index
 from dape_jax.attention.tpu_rows import LANES
 
 
@@ -36,8 +37,8 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
     if bias is not None and type(bias) not in served:
         return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
     if blocks is not None:
-        return tpu_plan.misfit(spec, arrays, blocks, target.vmem_budget)
-    if None in (tpu_plan.default_blocks(spec, arrays, target.vmem_budget, backward) for backward in (False, True)):
+        return tpu_blocks.misfit(spec, arrays, blocks, target)
+    if None in (tpu_blocks.default_blocks(spec, arrays, target, backward) for backward in (False, True)):
         shape = f"{spec.num_heads} heads of {q.shape[3]}"
         return f"q has {shape}, for which no block size fits {target.vmem_budget // MIB} MiB of VMEM"
     return None
@@ -47,9 +48,9 @@ def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target
     """Attention output [H, B, Tq, d] in the dtype of q; rows that may attend to nothing are zero.
 
     For calls without a ``refusal``. ``blocks``, of both kernels, counts the keys of a tile with their halo; None takes
-    ``tpu_plan.default_blocks`` for each.
+    ``tpu_blocks.default_blocks`` for each.
     """
-    plans = tpu_plan.make_plans(spec, arrays, blocks, target.vmem_budget)
+    plans = tpu_blocks.make_plans(spec, arrays, blocks, target)
     return cast(jax.Array, _attend(plans, target, arrays))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, KerplePower, T5Bias, UserError, biases, dape_attention
-from dape_jax.attention import api, choose_backend, compile_for, target, tpu, tpu_plan, tpu_rows
+from dape_jax.attention import api, choose_backend, compile_for, target, tpu, tpu_blocks, tpu_plan, tpu_rows
 from tests.attention.cases import assert_gradients_close, attend, make, run, segments
 from tests.conftest import relative_error
 
@@ -78,7 +78,7 @@ def test_causal_blocks_out_of_reach_are_not_fetched(length):
     """The range of the inner grid axis that the index maps stay within, for both kernels."""
     x = jnp.zeros((1, length, 2, 8))
     spec, arrays = api.check(x, x, x)
-    plan = tpu_plan.make_plan(spec, arrays, BlockSizes(64, 128, 1))
+    plan = tpu_plan.make_plan(spec, arrays, BlockSizes(64, 128, 1), target.Target("tpu", ""))
     keys = tpu._key_info(plan, arrays)
     forward = tpu._scalars(plan, arrays, keys, "k")
     assert (forward.first.tolist(), forward.last.tolist()) == ([0] * 4, [1, 1, 2, 2])
@@ -107,9 +107,9 @@ def test_no_array_of_length_squared():
 def test_default_blocks_fit_the_memory(kind, budget, heads):
     def f(x):
         spec, arrays = api.check(x, x, x)
-        plans = tpu_plan.make_plans(spec, arrays, None, target.Target("tpu", kind).vmem_budget)
-        assert tpu_plan.forward_vmem_bytes(plans.forward) <= budget * 2**20
-        assert tpu_plan.backward_vmem_bytes(plans.backward) <= budget * 2**20
+        plans = tpu_blocks.make_plans(spec, arrays, None, target.Target("tpu", kind))
+        assert tpu_blocks.forward_vmem_bytes(plans.forward) <= budget * 2**20
+        assert tpu_blocks.backward_vmem_bytes(plans.backward) <= budget * 2**20
         return x
 
     jax.eval_shape(f, jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16))
