@@ -255,7 +255,8 @@ def describe(order: dict[str, Any], made: dict[str, Any], name: str, schedule: S
     design = arithmetic_bound(kernel, heads, head_dim, order.get("width"), LANES[order["target"]])
     cycles = interior.cycles() / positions
     notes = [*made["notes"], *found.notes]
-    if bounds["MXU"] < 0.9 * design:
+    # Rows that go in are counted, and the design's bound also counts the numbers that stay, where they are more.
+    if bounds["MXU"] < 0.6 * design:
         notes.append(f"MXU rows need {bounds['MXU']:.3f}, less than the design's {design:.3f}: work may be missing")
     return {
         "target": order["target"], "model": order["model"], "heads": heads, "head_dim": head_dim, "kernel": kernel,

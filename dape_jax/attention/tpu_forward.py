@@ -165,9 +165,11 @@ def _tabled(plan: Plan, r: Forward) -> list[Stage]:
 
     def hidden(step: Any, parity: int) -> None:
         for n, g in enumerate(_groups(plan, step)):
-            for slab, s in enumerate(tpu_tiles.load(plan, r.slabs, g)):
-                x = tpu_tables.hidden(plan, tables, r.strip, s, g, slab)
-                r.active[parity][n, slab] = x.astype(r.active[parity].dtype)
+            s = tpu_tiles.load(plan, r.slabs, g)
+            for slab in range(0, plan.slabs, plan.joined):
+                corrections = tpu_tables.hidden(plan, tables, r.strip, s[slab : slab + plan.joined], g, slab)
+                for m, x in enumerate(corrections):
+                    r.active[parity][n, slab + m] = x.astype(r.active[parity].dtype)
 
     def logits(step: Any, parity: int) -> None:
         for n, g in enumerate(_groups(plan, step)):
@@ -175,9 +177,15 @@ def _tabled(plan: Plan, r: Forward) -> list[Stage]:
             if r.strip.logits is not None:
                 a = [x + tpu_tables.logits_at_zero(plan, r.strip, g, slab) for slab, x in enumerate(a)]
             if r.active:
-                w2 = tables.w2
-                a = [x + tpu_tiles.product(plan, w2, r.active[parity][n, slab], (1, 0)) for slab, x in enumerate(a)]
+                a = [x + f for x, f in zip(a, corrections(parity, n), strict=True)]
             tpu_tiles.store(plan, r.slabs, g, a)
+
+    def corrections(parity: int, n: int) -> list[jax.Array]:
+        every = []
+        for slab in range(0, plan.slabs, plan.joined):
+            act = tpu_tiles.join([r.active[parity][n, slab + m] for m in range(plan.joined)])
+            every += tpu_tiles.split(tpu_tiles.product(plan, tables.w2, act, (1, 0)))
+        return every
 
     return [*([hidden] if r.active else []), *([logits] if r.active or r.strip.logits is not None else [])]
 

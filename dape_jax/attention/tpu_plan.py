@@ -21,6 +21,7 @@ class Plan:
       spec: formulas and hyper-parameters.
       block_q, block_k: queries and keys of a tile, the keys with the halo of a convolving network on both sides.
       group: queries that pass through the network together.
+      joined: slabs of keys that the forward puts into one product of the network.
       q_blocks, k_blocks: how many there are.
       kv_heads, head_dim: of k and v.
       exact: float32 inputs, with every product in full float32; else bfloat16.
@@ -34,6 +35,7 @@ class Plan:
     block_q: int
     block_k: int
     group: int
+    joined: int
     q_blocks: int
     k_blocks: int
     kv_heads: int
@@ -154,7 +156,8 @@ def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target) ->
         spec=spec,
         block_q=blocks.q,
         block_k=blocks.k,
-        group=_group(spec, blocks, target.mxu),
+        group=_group(spec, blocks, 128),
+        joined=math.gcd(blocks.k // LANES, target.mxu // LANES),
         q_blocks=pl.cdiv(q_length, blocks.q),
         k_blocks=pl.cdiv(k_length, own),
         kv_heads=kv_heads,

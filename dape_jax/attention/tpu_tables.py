@@ -35,18 +35,17 @@ class Tables(NamedTuple):
     Attributes:
       strip: float32 [S, D + H, entries / S], D and H padded to 8: u and A(0, .) at distance ``origin - (S m + n)`` in
         lane m of slab n; None without a bias.
-      hidden, active: float32 [G D, 128], b1 and phi(b1), where there is no bias; else None.
+      hidden: float32 [G D, 128], b1, where there is no bias; else None.
       w1: [G D, G H or 2 G H], w2: [G H, G D], block-diagonal; None without a network that reads S.
     """
 
     strip: jax.Array | None
     hidden: jax.Array | None
-    active: jax.Array | None
     w1: jax.Array | None
     w2: jax.Array | None
 
 
-EMPTY = Tables(None, None, None, None, None)
+EMPTY = Tables(None, None, None, None)
 
 
 def reads_logits(spec: Spec) -> bool:
@@ -56,7 +55,7 @@ def reads_logits(spec: Spec) -> bool:
 def make(plan: Plan, arrays: Arrays) -> Tables:
     spec, rows = plan.spec, plan.rows
     params = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.adapt_params.items() if name != "b2"}
-    strip, hidden, active, w1, w2 = EMPTY
+    strip, hidden, w1, w2 = EMPTY
     if spec.bias is not None:
         distance = plan.origin - jnp.arange(plan.entries, dtype=jnp.int32)
         distance = jnp.maximum(distance, 0) if spec.causal else jnp.abs(distance)
@@ -68,14 +67,13 @@ def make(plan: Plan, arrays: Arrays) -> Tables:
         strip = jnp.moveaxis(strip.reshape(strip.shape[0], -1, plan.slabs), 2, 0)
     elif spec.adapt is not None:
         hidden = jnp.broadcast_to(jnp.tile(params["b1"], plan.group)[:, None], (plan.group * spec.adapt.width, LANES))
-        active = _leaky(hidden)
     if reads_logits(spec):
         w1 = params["w1"][0, : spec.num_heads]  # where it reads S + B, the same rows serve S
         dtype = jnp.float32 if plan.exact else jnp.bfloat16
         w1 = tpu_rows.diagonal(rows, w1.T[:, None]).astype(dtype)
         w1 = w1 if plan.exact else jnp.concatenate([w1, w1], axis=1)
         w2 = tpu_rows.diagonal(rows, params["w2"][0].T[:, None]).astype(dtype)
-    return Tables(strip, hidden, active, w1, w2)
+    return Tables(strip, hidden, w1, w2)
 
 
 def _whole_rows(x: jax.Array) -> jax.Array:
@@ -171,18 +169,27 @@ def logits_at_zero(plan: Plan, strip: Strip, g: Any, slab: int) -> jax.Array:
     return strip.logits[_place(plan, g, slab)]
 
 
-def hidden(plan: Plan, tables: Tables, strip: Strip, s: jax.Array, g: Any, slab: int) -> jax.Array:
-    """phi(W1_S S + u) - phi(u) of group g and a slab of keys, [G D, 128], from S [R, 128]."""
+def hidden(plan: Plan, tables: Tables, strip: Strip, each: list[jax.Array], g: Any, slab: int) -> list[jax.Array]:
+    """What W2 is applied to, for group g and a few slabs from ``slab`` on: [G D, 128] each, from S [R, 128].
+
+    phi(W1_S S + u) - phi(u); without a bias phi(W1_S S + b1), since there is no A(0, .) that holds the rest.
+    """
+    s = jnp.concatenate(each, axis=1)
     x = s
     if not plan.exact:
         high = s.astype(jnp.bfloat16).astype(jnp.float32)
         x = jnp.concatenate([high, s - high]).astype(jnp.bfloat16)
     y = tpu_rows.product(tables.w1, x, (1, 0), plan.exact)
-    if strip.hidden is None:
-        return _leaky(y + tables.hidden) - tables.active
-    at = [_place(plan, g, slab) - query for query in range(plan.group)]
-    u, active = (jnp.concatenate([ref[t] for t in at]) for ref in (strip.hidden, strip.active))
-    return _leaky(y + u) - active
+    results = []
+    for n in range(len(each)):
+        y_n = y[:, n * LANES : (n + 1) * LANES]
+        if strip.hidden is None:
+            results.append(_leaky(y_n + tables.hidden))
+        else:
+            at = [_place(plan, g, slab + n) - query for query in range(plan.group)]
+            u, active = (jnp.concatenate([ref[t] for t in at]) for ref in (strip.hidden, strip.active))
+            results.append(_leaky(y_n + u) - active)
+    return results
 
 
 def _leaky(x: jax.Array) -> jax.Array:

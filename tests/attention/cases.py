@@ -13,8 +13,8 @@ from dape_jax.attention import compile_for
 from tests.conftest import relative_error
 
 BIASES = [None, ALiBi(), KerpleLog(), KerplePower(), T5Bias(), FIRE(width=8, init_length=16.0)]
-ADAPTS = [None, Adapt(width=8), Adapt("concat", width=4), Adapt("add_residual", width=4), Adapt(width=4, per_head=True),
-          Adapt(width=16, kernel_width=3), Adapt("bias_only", width=4)]  # fmt: skip
+ADAPTS = [None, Adapt(width=8), Adapt("concat", width=8), Adapt("add_residual", width=4), Adapt(width=4, per_head=True),
+          Adapt(width=16, kernel_width=3), Adapt("bias_only", width=8)]  # fmt: skip
 CONVOLVING = [Adapt("concat", width=4, kernel_width=5), Adapt("add_residual", width=4, kernel_width=3),
               Adapt("bias_only", width=4, kernel_width=3), Adapt(width=4, per_head=True, kernel_width=3)]  # fmt: skip
 KERNELS = pytest.param("pallas_tpu", marks=pytest.mark.slow)  # interpreted; test_pallas_tpu.py has the fast tests

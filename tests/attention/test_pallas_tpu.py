@@ -29,6 +29,13 @@ CASES = {
     "power, convolution": (KerplePower(), Adapt(width=4, kernel_width=3), {}, {}),
     "bias alone, bidirectional": (KerpleLog(), Adapt("bias_only", width=4), {}, {"causal": False}),
     "nothing, fewer queries": (None, None, {"q_length": 70}, {}),
+    "alibi from tables, fewer queries": (ALiBi(), Adapt(width=8), {"q_length": 70}, {}),
+    "t5 from tables, bidirectional": (T5Bias(), Adapt("concat", width=8), {"q_length": 90}, {"causal": False}),
+    "power from tables, segments": (KerplePower(), Adapt("add_residual", width=16), {}, {
+        "q_segment_ids": segments(2, LENGTH), "k_segment_ids": segments(2, LENGTH)}),
+    "no bias, positions of each row": (None, Adapt(width=5), {}, {
+        "q_positions": jnp.asarray(ROWS.integers(0, 300, (2, LENGTH)), jnp.int32),
+        "k_positions": jnp.asarray(ROWS.integers(0, 300, (2, LENGTH)), jnp.int32)}),
     "padding": (KerpleLog(), None, {}, {
         "k_valid": jnp.asarray(np.arange(LENGTH)[None] >= np.array([[130], [LENGTH]]))}),
 }  # fmt: skip
@@ -102,7 +109,7 @@ def test_no_array_of_length_squared():
 
 
 @pytest.mark.parametrize(
-    ("kind", "budget", "heads"), [("TPU v4", 15, 1), ("TPU v4", 15, 25), ("TPU v5 lite", 32, 12), ("", 32, 64)]
+    ("kind", "budget", "heads"), [("TPU v4", 15, 1), ("TPU v4", 15, 25), ("TPU v5 lite", 48, 12), ("", 48, 64)]
 )
 def test_default_blocks_fit_the_memory(kind, budget, heads):
     def f(x):
@@ -139,7 +146,7 @@ REFUSED = {
     "q has dtype float16": {"q": jnp.zeros((1, 5, 2, 8), jnp.float16)},
     "q has head dimension 200": {"q": jnp.zeros((1, 5, 2, 200))},
     "bias Mine has no kernel": {"bias": Mine()},
-    "no block size fits 32 MiB": {"q": jnp.zeros((1, 16, 512, 128))},
+    "no block size fits 48 MiB": {"q": jnp.zeros((1, 16, 512, 128))},
     "block size rows=2": {"block_sizes": BlockSizes(16, 128, 2)},
     "block size q=8": {"block_sizes": BlockSizes(8, 128, 1)},
     "block size k=64": {"block_sizes": BlockSizes(16, 64, 1)},

@@ -187,7 +187,8 @@ def test_arithmetic_bound(kernel, width, lanes, bound):
 
 def test_figures_of_a_kernel():
     schedule = parse(*attention(16).texts())
-    made = {"block_q": 32, "block_k": 128, "group": 4, "notes": []}
+    tile = {"block_q": 32, "block_k": 128, "group": 4}
+    made = {"tiles": {"dape_attention_forward": tile, "splash_mha_fwd": tile}, "notes": []}
     order = {"target": "v5e", "program": "dape", "model": "125M", "width": 32, "length": 1024, "backward": False}
     entry = kernel_cost.describe(order, made, "dape_attention_forward", schedule)
     assert entry["interior"] == 16 * 34 * 16 / 4 / (32 * 128)  # bound by the MXU
