@@ -39,10 +39,10 @@ class Tables(NamedTuple):
       w1: [G D, G H or 2 G H], w2: [G H, G D], block-diagonal; None without a network that reads S.
     """
 
-    strip: jax.Array | None
-    hidden: jax.Array | None
-    w1: jax.Array | None
-    w2: jax.Array | None
+    strip: Any
+    hidden: Any
+    w1: Any
+    w2: Any
 
 
 EMPTY = Tables(None, None, None, None)
