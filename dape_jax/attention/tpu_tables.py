@@ -105,7 +105,8 @@ class Strip(NamedTuple):
 def scratch(plan: Plan) -> Strip:
     if not plan.tabled or plan.spec.bias is None:
         return Strip(None, None, None, None, None)
-    width = plan.spec.adapt.width if reads_logits(plan.spec) else 0
+    adapt = plan.spec.adapt
+    width = adapt.width if adapt is not None and reads_logits(plan.spec) else 0
     hidden = pltpu.VMEM((plan.vectors, width, LANES), jnp.float32) if width else None
     return Strip(
         pltpu.VMEM((plan.slabs, width + _whole(plan.heads), 3 * LANES), jnp.float32),
