@@ -43,7 +43,10 @@ def dape(order: dict[str, Any], device: Any) -> dict[str, Any]:
         return (q, q, q, bias.init(key, heads), adapt.init(key, heads, True)), q
 
     shapes = jax.eval_shape(arguments)
-    blocks = None if order["block_q"] is None else BlockSizes(q=order["block_q"], k=order["block_k"], rows=1)
+    blocks = None
+    if order["block_q"] is not None:
+        own = None if order.get("backward_q") is None else BlockSizes(q=order["backward_q"], k=order["backward_k"])
+        blocks = BlockSizes(q=order["block_q"], k=order["block_k"], backward=own)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias_params: Any, adapt_params: Any) -> jax.Array:
         return dape_attention(

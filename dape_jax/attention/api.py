@@ -133,6 +133,8 @@ def _run(spec: Spec, backend: str, block_sizes: blocks_lib.BlockSizes | None, ar
     _, batch, q_length, _ = arrays.q.shape
     if block_sizes is None:
         block_sizes = blocks_lib.heuristic(batch, q_length, arrays.k.shape[2], jax.default_backend())
+    elif block_sizes.backward is not None:
+        raise UserError("block size backward: the blockwise backend has one tile for both passes; leave it None")
     elif batch % block_sizes.rows:
         raise UserError(f"block size rows={block_sizes.rows} does not divide the batch of {batch} rows")
     return blockwise.attend(spec, arrays, block_sizes)

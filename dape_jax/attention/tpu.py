@@ -38,7 +38,7 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
         return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
     if blocks is not None:
         return tpu_blocks.misfit(spec, arrays, blocks, target)
-    if None in (tpu_blocks.default_blocks(spec, arrays, target, backward) for backward in (False, True)):
+    if None in (tpu_blocks.choose(spec, arrays, target, backward) for backward in (False, True)):
         shape = f"{spec.num_heads} heads of {q.shape[3]}"
         return f"q has {shape}, for which no block size fits {target.vmem_budget // MIB} MiB of VMEM"
     return None
@@ -48,7 +48,7 @@ def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target
     """Attention output [H, B, Tq, d] in the dtype of q; rows that may attend to nothing are zero.
 
     For calls without a ``refusal``. ``blocks``, of both kernels, counts the keys of a tile with their halo; None takes
-    ``tpu_blocks.default_blocks`` for each.
+    ``tpu_blocks.choose`` for each.
     """
     plans = tpu_blocks.make_plans(spec, arrays, blocks, target)
     return cast(jax.Array, _attend(plans, target, arrays))

@@ -1,6 +1,9 @@
-"""The block sizes of the TPU kernels: those asked for, or the best of what fits VMEM."""
+"""The block sizes of the TPU kernels: those asked for, those tuned for a shape, or the largest that fit VMEM."""
 
-from typing import NamedTuple
+import functools
+import json
+from importlib import resources
+from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
 
@@ -19,16 +22,62 @@ class Plans(NamedTuple):
 
 
 def make_plans(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> Plans:
+    """For a call without a ``misfit``."""
+
     def plan(backward: bool) -> Plan:
-        chosen = blocks or default_blocks(spec, arrays, target, backward)
+        chosen = _asked_for(blocks, backward) or choose(spec, arrays, target, backward)
         assert chosen is not None, "the call was not checked"
         return make_plan(spec, arrays, chosen, target)
 
     return Plans(plan(False), plan(True))
 
 
-def forward_vmem_bytes(plan: Plan) -> int:
-    """Estimate of what the forward holds at once: scratch, blocks in flight, temporaries."""
+def _asked_for(blocks: BlockSizes | None, backward: bool) -> BlockSizes | None:
+    return blocks.backward or blocks if blocks is not None and backward else blocks
+
+
+def choose(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
+    """The tile of one kernel: from ``tpu_tuned.json`` if it has the device and the shape, else ``default_blocks``."""
+    blocks = _tuned(spec, arrays, target, backward)
+    if blocks is not None and _why_not(spec, arrays, blocks, target, backward) is None:
+        return blocks
+    return default_blocks(spec, arrays, target, backward)
+
+
+@functools.cache
+def _table() -> list[dict[str, Any]]:
+    return json.loads(resources.files("dape_jax.attention").joinpath("tpu_tuned.json").read_text())["tiles"]
+
+
+def shape_of(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> dict[str, Any]:
+    """What an entry of the table is for, besides the length."""
+    return {
+        "device_kind": target.device_kind,
+        "kernel": "backward" if backward else "forward",
+        "heads": spec.num_heads,
+        "head_dim": arrays.q.shape[3],
+        "dtype": str(arrays.q.dtype),
+        "width": None if spec.adapt is None else spec.adapt.width,
+    }
+
+
+def _tuned(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
+    """Of the longest sequences in the table that are not longer than these."""
+    adapt = spec.adapt
+    if arrays.k.shape[0] != spec.num_heads or (adapt is not None and (adapt.per_head or adapt.kernel_width > 1)):
+        return None  # these shapes are not tuned
+    shape, length = shape_of(spec, arrays, target, backward), arrays.k.shape[2]
+    fitting = [e for e in _table() if shape.items() <= e.items() and e["length"] <= length]
+    best = max(fitting, key=lambda e: e["length"], default=None)
+    return None if best is None else BlockSizes(q=best["block_q"], k=best["block_k"])
+
+
+def vmem_bytes(plan: Plan, backward: bool) -> int:
+    """Estimate of what a kernel holds at once: scratch, blocks in flight, temporaries."""
+    return _backward_vmem_bytes(plan) if backward else _forward_vmem_bytes(plan)
+
+
+def _forward_vmem_bytes(plan: Plan) -> int:
     column = plan.tile_rows * LANES * 4
     padded_d = pl.cdiv(plan.head_dim, LANES) * LANES
     scratch = (plan.slabs + 3 + plan.needs_positions + plan.segments) * column
@@ -40,8 +89,7 @@ def forward_vmem_bytes(plan: Plan) -> int:
     return scratch + _in_flight(plan, 1, 2) + _temporaries(plan)
 
 
-def backward_vmem_bytes(plan: Plan) -> int:
-    """Estimate of what the backward holds at once."""
+def _backward_vmem_bytes(plan: Plan) -> int:
     padded_d = pl.cdiv(plan.head_dim, LANES) * LANES
     column = plan.tile_rows * LANES * 4
     scratch = (2 * plan.slabs + 2 + plan.needs_positions + plan.segments) * column
@@ -93,7 +141,7 @@ def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -
             blocks = BlockSizes(q=min(q, most_q), k=min(k, most_k), rows=1)
             if blocks.k > 2 * halo and q * spec.num_heads <= max(2048, 16 * spec.num_heads):
                 plan = make_plan(spec, arrays, blocks, target)
-                needed = backward_vmem_bytes(plan) if backward else forward_vmem_bytes(plan)
+                needed = vmem_bytes(plan, backward)
                 if plan.block_q % plan.group == 0 and needed <= target.vmem_budget:
                     return blocks
     return None
@@ -101,6 +149,16 @@ def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -
 
 def misfit(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target) -> str | None:
     """Why the kernels cannot use these sizes; None if they can."""
+    for backward in (False, True):
+        asked_for = _asked_for(blocks, backward)
+        assert asked_for is not None
+        why = _why_not(spec, arrays, asked_for, target, backward)
+        if why is not None:
+            return why
+    return None
+
+
+def _why_not(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, backward: bool) -> str | None:
     if blocks.rows != 1:
         return f"block size rows={blocks.rows}: the TPU kernels take one batch row at a time; 1 is needed"
     if blocks.q % 16:
@@ -108,9 +166,9 @@ def misfit(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target) -> st
     halo = 0 if spec.adapt is None else spec.adapt.halo
     if blocks.k % LANES or blocks.k <= 2 * halo:
         return f"block size k={blocks.k}: a multiple of {LANES} above {2 * halo} is needed by the TPU kernels"
-    plan = make_plan(spec, arrays, blocks, target)
-    needed = max(forward_vmem_bytes(plan), backward_vmem_bytes(plan))
+    needed = vmem_bytes(make_plan(spec, arrays, blocks, target), backward)
     if needed > target.vmem_budget:
-        sizes = f"block sizes q={blocks.q}, k={blocks.k} need about {needed / MIB:.0f} MiB of VMEM for these shapes"
-        return f"{sizes}; at most {target.vmem_budget / MIB:.0f} MiB are to be used"
+        kernel = "backward" if backward else "forward"
+        sizes = f"block sizes q={blocks.q}, k={blocks.k} need about {needed / MIB:.0f} MiB of VMEM in the {kernel}"
+        return f"{sizes} for these shapes; at most {target.vmem_budget / MIB:.0f} MiB are to be used"
     return None

@@ -33,13 +33,13 @@ def make(batch, q_length, k_length, heads, kv_heads, d, bias, adapt, dtype=jnp.f
     return (q, k, v, bias_params, adapt_params), cotangent
 
 
-def attend(backend, *arrays, blocks=None, bias=None, adapt=None, **kwargs):
+def attend(backend, *arrays, blocks=None, kernel_blocks=None, bias=None, adapt=None, **kwargs):
     """``dape_attention`` of (q, k, v, bias_params, adapt_params); the TPU kernels interpreted, in small tiles.
 
-    ``blocks`` are the blockwise backend's; the kernels take their smallest where any are given.
+    ``blocks`` are the blockwise backend's; the kernels take their smallest where any are given, or ``kernel_blocks``.
     """
     q, k, v, bias_params, adapt_params = arrays
-    sizes = {"blockwise": blocks, "pallas_tpu": blocks and BlockSizes(q=16, k=128, rows=1)}
+    sizes = {"blockwise": blocks, "pallas_tpu": kernel_blocks or (blocks and BlockSizes(q=16, k=128, rows=1))}
     with compile_for("interpret") if backend == "pallas_tpu" else contextlib.nullcontext():
         return dape_attention(
             q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,

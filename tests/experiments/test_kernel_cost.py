@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import kernel_cost
+from experiments import compiled_cost, kernel_cost
 from experiments.static_schedule import ScheduleError, parse, step, walk
 from tests.experiments.test_commands import check_refusal, command  # noqa: F401
 
@@ -163,7 +163,7 @@ def test_a_dump_in_another_format_is_refused(old, new, message):
 
 def test_bounds_leave_out_spills():
     schedule = parse(*attention(5).texts())
-    bounds = kernel_cost.unit_bounds(step(schedule).variants[0], schedule.capacity, positions=170)
+    bounds = compiled_cost.unit_bounds(step(schedule).variants[0], schedule.capacity, positions=170)
     assert bounds["MXU"] == 5 * 34 * 16 / 4 / 170
     assert bounds["VALU"] == 2 / 4
     assert bounds["load"] == pytest.approx(1 / 3)
@@ -182,7 +182,7 @@ def test_bounds_leave_out_spills():
     ],
 )
 def test_arithmetic_bound(kernel, width, lanes, bound):
-    assert kernel_cost.arithmetic_bound(kernel, 12, 64, width, lanes) == pytest.approx(bound)
+    assert compiled_cost.arithmetic_bound(kernel, 12, 64, width, lanes) == pytest.approx(bound)
 
 
 def test_figures_of_a_kernel():
@@ -190,16 +190,16 @@ def test_figures_of_a_kernel():
     tile = {"block_q": 32, "block_k": 128, "group": 4}
     made = {"tiles": {"dape_attention_forward": tile, "splash_mha_fwd": tile}, "notes": []}
     order = {"target": "v5e", "program": "dape", "model": "125M", "width": 32, "length": 1024, "backward": False}
-    entry = kernel_cost.describe(order, made, "dape_attention_forward", schedule)
+    entry = compiled_cost.describe(order, made, "dape_attention_forward", schedule)
     assert entry["interior"] == 16 * 34 * 16 / 4 / (32 * 128)  # bound by the MXU
     assert entry["with_ends"] == pytest.approx(entry["interior"] + 17 / (32 * 128))
     assert (entry["largest_bound"], entry["ratio_to_largest_bound"]) == ("MXU", 1)
     assert entry["ratio_to_design_bound"] == entry["interior"] / (88 / 512)
     # One of 12 heads a step.
-    splash = kernel_cost.describe({**order, "program": "splash"}, made, "splash_mha_fwd", schedule)
+    splash = compiled_cost.describe({**order, "program": "splash"}, made, "splash_mha_fwd", schedule)
     assert splash["interior"] == 12 * entry["interior"]
     entries = [entry, splash, {**splash, "interior": 9.0, "with_ends": 9.0}, {**splash, "target": "v6e", "interior": 1}]
-    kernel_cost.compare_to_splash(entries)
+    compiled_cost.compare_to_splash(entries)
     assert entry["interior_to_splash"] == pytest.approx(1 / 12)
     assert np.isclose(entry["with_ends_to_splash"], entry["with_ends"] / splash["with_ends"])
 
