@@ -29,8 +29,10 @@ CASES = {
     "power, convolution": (KerplePower(), Adapt(width=4, kernel_width=3), {}, {}),
     "bias alone, bidirectional": (KerpleLog(), Adapt("bias_only", width=4), {}, {"causal": False}),
     "nothing, fewer queries": (None, None, {"q_length": 70}, {}),
-    "alibi from tables, fewer queries": (ALiBi(), Adapt(width=8), {"q_length": 70, "k_length": 300, "blocks": BlockSizes(32, 256)}, {}),
-    "t5 from tables, bidirectional": (T5Bias(), Adapt("concat", width=8), {"q_length": 90, "blocks": BlockSizes(16, 256)}, {"causal": False}),
+    "alibi from tables, fewer queries": (
+        ALiBi(), Adapt(width=8), {"q_length": 70, "k_length": 300, "blocks": BlockSizes(32, 256)}, {}),
+    "t5 from tables, bidirectional": (
+        T5Bias(), Adapt("concat", width=8), {"q_length": 90, "blocks": BlockSizes(16, 256)}, {"causal": False}),
     "power from tables, segments": (KerplePower(), Adapt("add_residual", width=16), {}, {
         "q_segment_ids": segments(2, LENGTH), "k_segment_ids": segments(2, LENGTH)}),
     "no bias, positions of each row": (None, Adapt(width=5), {}, {
