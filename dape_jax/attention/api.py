@@ -127,6 +127,26 @@ def choose_backend(
     return backend
 
 
+def backend_of_shapes(backend: str, shape: tuple[int, int, int, int], kv_heads: int, dtype: str, **kwargs: Any) -> str:
+    """``choose_backend`` for self-attention with q of ``shape`` [B, T, Hq, d], before there are any arrays.
+
+    ``kwargs``: ``bias``, ``adapt`` and ``causal`` of ``dape_attention``.
+    """
+    names = []
+
+    def trace(q: jax.Array, k: jax.Array, key: jax.Array) -> None:
+        bias, adapt = kwargs.get("bias"), kwargs.get("adapt")
+        bias_params = None if bias is None else bias.init(key, shape[2])
+        adapt_params = None if adapt is None else adapt.init(key, shape[2], bias is not None)
+        call = check(q, k, k, bias_params=bias_params, adapt_params=adapt_params, **kwargs)
+        names.append(choose_backend(backend, None, call))
+
+    q = jax.ShapeDtypeStruct(shape, dtype)
+    k = jax.ShapeDtypeStruct((*shape[:2], kv_heads, shape[3]), dtype)
+    jax.eval_shape(trace, q, k, jax.eval_shape(lambda: jax.random.key(0)))
+    return names[0]
+
+
 @functools.cache
 def _log_once(message: str) -> None:
     _log.info(message)
@@ -300,4 +320,4 @@ def _same(what: str, needed: Mapping[str, tuple], given: Mapping[str, tuple]) ->
             raise UserError(f"{what}[{name!r}] has shape {given.get(name)}; {needed.get(name)} is needed")
 
 
-__all__ = ["BACKENDS", "choose_backend", "dape_attention"]
+__all__ = ["BACKENDS", "backend_of_shapes", "choose_backend", "dape_attention"]

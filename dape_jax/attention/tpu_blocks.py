@@ -135,7 +135,7 @@ def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -
     q_length, k_length = arrays.q.shape[2], arrays.k.shape[2]
     halo = 0 if spec.adapt is None else spec.adapt.halo
     most_q, most_k = pl.cdiv(q_length, 16) * 16, pl.cdiv(k_length + 2 * halo, LANES) * LANES
-    widths = (512, 256, 128) if backward or k_length < 4096 else (1024, 512, 256, 128)
+    widths = (512, 256, 128) if backward or k_length < 2048 else (1024, 512, 256, 128)
     for q in (128, 64, 32, 16):
         for k in widths:
             blocks = BlockSizes(q=min(q, most_q), k=min(k, most_k), rows=1)

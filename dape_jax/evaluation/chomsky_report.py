@@ -8,8 +8,8 @@ import numpy as np
 
 import dape_jax
 from dape_jax import config as config_lib
-from dape_jax.attention import choose_backend
 from dape_jax.data.chomsky import Task
+from dape_jax.data.chomsky.batches import total_length
 from dape_jax.evaluation import plots
 from dape_jax.evaluation.chomsky import Accuracies
 from dape_jax.evaluation.report import FORMAT, write_json
@@ -55,7 +55,7 @@ def make_report(
         "model": {"layers": run.model.num_layers, "heads": run.model.num_heads, "width": run.model.width},
         "dtype": run.model.dtype,
         "train_dtype": train_dtype or run.model.dtype,
-        "backend": choose_backend(run.model.backend),
+        "backend": run.model.attention_backend(total_length(task, int(lengths.max()))),
         "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
         "versions": {"dape_jax": dape_jax.__version__, "jax": jax.__version__},
     }

@@ -14,7 +14,6 @@ import numpy as np
 
 import dape_jax
 from dape_jax import config as config_lib
-from dape_jax.attention import choose_backend
 from dape_jax.data.cache import TokenCache
 from dape_jax.errors import UserError
 from dape_jax.evaluation import plots
@@ -85,7 +84,7 @@ def make_report(
         "tokenizer": run.tokens.manifest["tokenizer"]["name"],
         "dtype": run.model.dtype,
         "train_dtype": train_dtype or run.model.dtype,
-        "backend": choose_backend(run.model.backend),
+        "backend": run.model.attention_backend(max(scores)),
         "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
         "versions": {"dape_jax": dape_jax.__version__, "jax": jax.__version__},
         "results": results,

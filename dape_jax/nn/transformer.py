@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
 from dape_jax.absolute import Absolute, random_positions
+from dape_jax.attention import backend_of_shapes
 from dape_jax.errors import UserError, nearest
 from dape_jax.nn.attention import Attention, KeyValues
 from dape_jax.nn.position import PositionEmbedding
@@ -91,6 +92,14 @@ class TransformerConfig:
         table = None if self.absolute is None else self.absolute.max_length
         if table is not None and length > table:
             raise UserError(f"{length} tokens are more than the {table} positions of the learned table")
+
+    def attention_backend(self, length: int) -> str:
+        """The attention backend that sequences of ``length`` tokens get on this platform."""
+        shape = (1, length, self.num_heads, self.width // self.num_heads)
+        return backend_of_shapes(
+            self.backend, shape, self.num_kv_heads or self.num_heads, self.dtype, bias=self.bias, adapt=self.adapt,
+            causal=self.causal,
+        )  # fmt: skip
 
     def for_length(self, length: int) -> "TransformerConfig":
         """The model to read sequences of ``length`` tokens with: YaRN's scale depends on it, nothing else does."""

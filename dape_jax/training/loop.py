@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from dape_jax import config as config_lib
 from dape_jax import sharding
-from dape_jax.attention import choose_backend
 from dape_jax.errors import UserError
 from dape_jax.training import optimizer as optimizer_lib
 from dape_jax.training.checkpoint import Checkpoints
@@ -65,7 +64,7 @@ def train(run: Run, workdir: Path, show_progress: bool = True, stop: StopFlag | 
             f"{sum(x.size for x in jax.tree.leaves(abstract.params)):,}",
             run.model.dtype,
             dict(run.mesh.shape),
-            choose_backend(run.model.backend),
+            run.model.attention_backend(run.problem.row_length),
             training.checkpoint_every,
         )
         if first:
@@ -153,7 +152,7 @@ def _check(run: Run) -> None:
         )
     run.problem.check()
     if run.model.backend != "auto":
-        choose_backend(run.model.backend)  # refuses one that cannot run here
+        run.model.attention_backend(run.problem.row_length)  # refuses one that cannot serve
     try:
         run.model.check_length(run.problem.row_length)
     except UserError as e:
