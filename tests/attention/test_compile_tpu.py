@@ -13,8 +13,14 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, KerplePower, T5Bias, dape_attention
+from configs import lm_125m
+from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, KerplePower, T5Bias, dape_attention, sharding
+from dape_jax import config as config_lib
 from dape_jax.attention import compile_for
+from dape_jax.evaluation import extrapolation
+from dape_jax.training import step as step_lib
+from dape_jax.training.objective import NextToken
+from dape_jax.training.optimizer import make_optimizer
 
 pytest.importorskip("libtpu", reason="libtpu is not installed")
 pytestmark = pytest.mark.slow
@@ -108,3 +114,32 @@ def test_memory_is_linear_in_the_length(kind):
     used = {n: memory(compiled(kind, n, 12, 64, KerpleLog(), Adapt())) for n in (8192, 32768, 131072)}
     assert used[8192] <= 6 * 4 * 8192 * 12 * 64 * 2
     assert used[131072] - used[32768] <= 4.2 * (used[32768] - used[8192])
+
+
+@pytest.mark.parametrize(("length", "rows"), [(512, 32), (8192, 4)], ids=["training", "evaluation"])
+def test_whole_steps_of_the_125m_model(length, rows):
+    """A training step, and the scoring of an evaluation, sharded over four chips, with the kernels inside."""
+    config = config_lib.from_mapping(lm_125m.get_config("dape_kerple"))
+    model = config_lib.transformer(config, 50257, "tpu", sharding.BATCH_AXES)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=KINDS["v5e"]).devices
+    mesh = sharding.make_mesh(2, 2, devices=devices)
+    optimizer = make_optimizer(config.optimizer, config.training.steps)
+    with (
+        compile_for("tpu", devices[0].device_kind),
+        jax.numpy_dtype_promotion("standard"),  # Flax's own layers promote
+        jax.numpy_rank_promotion("allow"),
+        jax.set_mesh(mesh),
+    ):
+        assert model.attention_backend(length) == "pallas_tpu"
+        _, abstract = step_lib.init_state(model, optimizer, 0, mesh)
+        tokens = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32, sharding=sharding.batch_sharding(mesh))
+        if length == 512:
+            step = step_lib.compile_step(model, NextToken(None), optimizer, abstract, mesh, 1, 0)
+            program = step.lower(abstract, tokens, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        else:
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            program = extrapolation._scorer(model, 256, mesh).lower(abstract.params, tokens, key).compile()
+    text = program.as_text()
+    assert "dape_attention_forward" in text
+    assert ("dape_attention_backward" in text) == (length == 512)
+    print(f"{length}: {program.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB a chip besides the arguments")
