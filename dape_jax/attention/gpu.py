@@ -350,13 +350,21 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mix_fwd(full: bool, exact: bool, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _mix(full, exact, x, w), (x, w)
+    return _parts(exact, x, w, (1, 0), a_low=True, b_low=True), (x, w)
 
 
 def _mix_bwd(full: bool, exact: bool, saved: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple:
     x, w = saved
     d_x = _parts(exact, d_y, w, (1, 1), a_low=full, b_low=full)
-    return d_x, _parts(exact, x, d_y, (0, 0), a_low=True, b_low=full)
+    if exact:
+        return d_x, product(x, d_y, (0, 0), exact=True)
+    # 64 rows are what Hopper's matrix units take from shared memory; a result of fewer rows would have every warp hold
+    # all positions' operands in registers.
+    high, low = _halves(x)
+    parts = max(2, 64 // x.shape[1])
+    wide = _join([high, low], parts).reshape(x.shape[0], -1)
+    d_w = functools.reduce(jnp.add, [product(wide, d, (0, 0), exact=False) for d in _halves(d_y)[: 1 + full]])
+    return d_x, d_w.reshape(x.shape[1], parts, -1).sum(axis=1)
 
 
 _mix.defvjp(_mix_fwd, _mix_bwd)
