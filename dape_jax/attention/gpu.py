@@ -145,7 +145,7 @@ def default_tiles(spec: Spec, head_dim: int) -> tuple[Tile, Tile, Tile]:
     """Tiles of the forward kernel and of the two backward kernels."""
     if not _mixes(spec):
         return Tile(64, 32, 4), Tile(32, 32, 4), Tile(32, 32, 4)
-    return Tile(16, 32, 8), Tile(16, 16, 8), Tile(16, 16, 8)
+    return Tile(16, 16, 8), Tile(16, 16, 8), Tile(16, 16, 8)
 
 
 def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes | None) -> Plan:
@@ -262,9 +262,11 @@ def _pack_adapt(plan: Plan, params: dict[str, jax.Array]) -> dict[str, Any]:
         w1, w2 = w1[:, 0], w2[:, 0]
     else:  # [1, inputs, D] with the inputs (S and B, or one) by heads; [D]; [1, D, H]
         b1 = b1[None]
-    w1 = _pad(w1.reshape(plan.groups, -1, heads, adapt.width), 3, n)
+    w1 = _pad(_pad(w1.reshape(plan.groups, -1, heads, adapt.width), 3, n), 2, width)
+    if width > 1:  # as ``logits`` joins the inputs
+        w1 = jnp.swapaxes(w1, 1, 2).reshape(plan.groups, 1, -1, n)
     return {
-        "w1": [_pad(w1[:, c], 1, width) for c in range(w1.shape[1])],
+        "w1": [w1[:, c] for c in range(w1.shape[1])],
         "b1": _pad(b1, 1, n)[:, None],
         "w2": _pad(_pad(w2, 1, n), 2, width),
     }
@@ -284,6 +286,8 @@ def logits(plan: Plan, operands: Operands, s: jax.Array, q: jax.Array, k: jax.Ar
     else:
         inputs = [b] if adapt.variant == "bias_only" else [s, b]
     p = operands.adapt
+    if plan.width > 1:  # one product for both, S and B of a head side by side
+        inputs = [_join(inputs, len(inputs)).reshape(s.shape[0], -1)]
     hidden = p["b1"]
     for x, w in zip(inputs, p["w1"], strict=True):
         hidden = mix(False, plan.exact, x, w) + hidden
@@ -316,6 +320,11 @@ def product(a: jax.Array, b: jax.Array, contract: tuple[int, int], exact: bool) 
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
 def mix(full: bool, exact: bool, x: jax.Array, w: jax.Array) -> jax.Array:
     """``x @ w``, [positions, c] and [c, n], in float32.
 
@@ -331,40 +340,32 @@ def mix(full: bool, exact: bool, x: jax.Array, w: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mix(full: bool, exact: bool, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _parts(exact, x, w, (1, 0), a_low=True, b_low=True)
-
-
-def _parts(exact: bool, a: jax.Array, b: jax.Array, contract: tuple[int, int], a_low: bool, b_low: bool) -> jax.Array:
-    if exact:
-        return product(a, b, contract, exact=True)
-    (a, a_rest), (b, b_rest) = _halves(a), _halves(b)
-    y = product(a, b, contract, exact=False)
-    if b_low:
-        y = y + product(a, b_rest, contract, exact=False)
-    return y + product(a_rest, b, contract, exact=False) if a_low else y
-
-
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    return _mix_fwd(full, exact, x, w)[0]
 
 
 def _mix_fwd(full: bool, exact: bool, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _parts(exact, x, w, (1, 0), a_low=True, b_low=True), (x, w)
+    del full
+    if exact:
+        return product(x, w, (1, 0), exact=True), (x, w)
+    (high, low), (w_high, w_low) = _halves(x), _halves(w)
+    # High and low parts side by side, in 64 columns or more: so many rows of a result, in the gradient of w, Hopper's
+    # matrix units take from shared memory; with fewer, every warp would hold all positions in its registers.
+    parts = max(2, 64 // x.shape[1])
+    wide = _join([high, low], parts).reshape(x.shape[0], -1)
+    w_wide = _join([w_high.T, w_high.T], parts).reshape(w.shape[1], -1)
+    return product(wide, w_wide, (1, 1), exact=False) + product(high, w_low, (1, 0), exact=False), (wide, w)
 
 
 def _mix_bwd(full: bool, exact: bool, saved: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple:
     x, w = saved
-    d_x = _parts(exact, d_y, w, (1, 1), a_low=full, b_low=full)
     if exact:
-        return d_x, product(x, d_y, (0, 0), exact=True)
-    # 64 rows are what Hopper's matrix units take from shared memory; a result of fewer rows would have every warp hold
-    # all positions' operands in registers.
-    high, low = _halves(x)
-    parts = max(2, 64 // x.shape[1])
-    wide = _join([high, low], parts).reshape(x.shape[0], -1)
-    d_w = functools.reduce(jnp.add, [product(wide, d, (0, 0), exact=False) for d in _halves(d_y)[: 1 + full]])
-    return d_x, d_w.reshape(x.shape[1], parts, -1).sum(axis=1)
+        return product(d_y, w, (1, 1), exact=True), product(x, d_y, (0, 0), exact=True)
+    (d_high, d_low), (w_high, w_low) = _halves(d_y), _halves(w)
+    d_x, d_w = product(d_high, w_high, (1, 1), exact=False), product(x, d_high, (0, 0), exact=False)
+    if full:
+        d_x = d_x + product(d_high, w_low, (1, 1), exact=False) + product(d_low, w_high, (1, 1), exact=False)
+        d_w = d_w + product(x, d_low, (0, 0), exact=False)
+    return d_x, d_w.reshape(w.shape[0], -1, w.shape[1]).sum(axis=1)
 
 
 _mix.defvjp(_mix_fwd, _mix_bwd)
@@ -461,7 +462,8 @@ class _Program:
         for h, n in self.heads():
             x = product(self.rows(a, i, "q", h), self.rows(b, j, "k", n), (1, 1), self.plan.exact)
             each.append(x if scale == 1.0 else scale * x)
-        return _join(each, self.plan.width)
+        x = _join(each, self.plan.width)
+        return x if self.plan.exact or self.plan.width == 1 else _spread(x)
 
     def geometry(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Positions of queries and keys, [positions, 1] each, and the mask [block_q, block_k, 1]."""
@@ -514,6 +516,21 @@ def _join(xs: Sequence[jax.Array], width: int) -> jax.Array:
         half = len(xs) // 2
         xs = [jnp.stack([x, y], axis=-1) for x, y in zip(xs[:half], xs[half:], strict=True)]
     return xs[0].reshape(*shape, width)
+
+
+def _spread(x: jax.Array) -> jax.Array:
+    """x, exactly: its product with the identity matrix, [.., n] in three bfloat16 parts.
+
+    A 16 x 16 product keeps two of eight warps busy, and the others hold copies; the compiler would carry the copies
+    through all that follows. The result of a product over all positions has one owner for each number.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (flat.shape[1],) * 2, axis) for axis in (0, 1))
+    eye = jnp.where(row == column, 1.0, 0.0).astype(jnp.bfloat16)
+    high, middle = _halves(flat)
+    low = (flat - high.astype(jnp.float32) - middle.astype(jnp.float32)).astype(jnp.bfloat16)
+    same = functools.reduce(jnp.add, [product(part, eye, (1, 0), exact=False) for part in (high, middle, low)])
+    return same.reshape(x.shape)
 
 
 def _split(x: jax.Array) -> list[jax.Array]:
