@@ -141,15 +141,31 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
     return None
 
 
-def default_tiles(spec: Spec, head_dim: int) -> tuple[Tile, Tile, Tile]:
-    """Tiles of the forward kernel and of the two backward kernels."""
-    if not _mixes(spec):
-        return Tile(64, 32, 4), Tile(32, 32, 4), Tile(32, 32, 4)
-    return Tile(16, 16, 8), Tile(16, 16, 8), Tile(16, 16, 8)
+def default_tiles(spec: Spec, exact: bool) -> tuple[Tile, Tile, Tile]:
+    """Tiles of the forward kernel, and of the backward's over queries and over keys.
+
+    Those of ptxas's fewest spilled bytes for an H100 (``experiments/gpu_registers.py``), not yet timed. Bytes spilled
+    for DAPE-Kerple, D = 32, 12 (16) heads of 64 in bfloat16: 40 (40), 696 (1,124), 236 (464); a tile twice as large
+    spills two to three times as much for each position. Without a network, and with one for each head, nothing.
+    """
+    smallest = Tile(16, 16, 8)
+    if _mixes(spec):
+        return smallest, smallest, smallest
+    # All hidden units of a position, or all its features, are in registers at once.
+    wide = [spec.adapt.width] if spec.adapt is not None else []
+    if isinstance(spec.bias, FEATURES):
+        wide.append(getattr(spec.bias, "num_buckets", 0) or getattr(spec.bias, "width", 0))
+    if sum(wide) > 32:
+        return smallest, smallest, smallest
+    if wide:
+        return Tile(32, 16, 8), smallest, Tile(32, 16, 8)
+    if exact:
+        return Tile(32, 32, 8), Tile(32, 32, 8), Tile(32, 32, 8)
+    return Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8)
 
 
 def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes | None) -> Plan:
-    tiles = default_tiles(spec, arrays.q.shape[3])
+    tiles = default_tiles(spec, arrays.q.dtype == jnp.float32)
     if blocks is not None:
         tiles = tuple(tile._replace(q=blocks.q, k=blocks.k) for tile in tiles)
     return Plan(
@@ -435,7 +451,10 @@ class _Program:
     def rows(self, ref: Any, block: Any, of: str, head: Any) -> jax.Array:
         """[block, padded d] of one head; zeros where there is nothing."""
         at, mask = self.both(block, of)
-        return plgpu.load(ref.at[self.b, at, _index(head), :], mask=mask, other=None if mask is None else 0.0)
+        # What does not change in the loop would be loaded before it, and float32 of all heads exceeds the memory then.
+        volatile = self.plan.exact and self.plan.groups == 1
+        other = None if mask is None else 0.0
+        return plgpu.load(ref.at[self.b, at, _index(head), :], mask=mask, other=other, volatile=volatile)
 
     def store(self, ref: Any, block: Any, of: str, head: Any, x: jax.Array) -> None:
         at, mask = self.both(block, of)
