@@ -19,7 +19,6 @@ the trees: the logits of all heads in shared memory, rows (query, head), written
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -43,6 +42,7 @@ FEATURES = (biases.T5Bias, biases.FIRE)
 LEAST = 16
 """Rows, columns and contracted entries that a product on the matrix units needs."""
 LARGEST = 128
+WIDEST = 64
 MOST_ACCUMULATED = 1024
 """Heads x padded head dimension that one program accumulates for each query, in registers."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -125,8 +125,8 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
         return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
     if adapt is not None and adapt.kernel_width > 1:
         return f"adapt has kernel_width={adapt.kernel_width}; the GPU kernels serve 1"
-    if adapt is not None and adapt.width > LARGEST:
-        return f"adapt has width={adapt.width}; {LARGEST} or less is needed"
+    if adapt is not None and adapt.width > WIDEST:
+        return f"adapt has width={adapt.width}; {WIDEST} or less is needed by the GPU kernels"
     if _mixes(spec) and spec.num_heads * _padded(d) > MOST_ACCUMULATED:
         most = f"{MOST_ACCUMULATED} numbers of all heads, such as 16 heads of 64"
         return f"q has {spec.num_heads} heads of {d}, mixed by the network; a program's registers hold {most}"
@@ -710,19 +710,17 @@ def _call(
     if grad is not None:
         specs.append(Gradient(spec(grad.d_out, "q", plan.padded_dim), spec(grad.lse, "q"), spec(grad.delta, "q")))
     blocks = pl.cdiv(q.shape[1] if of == "q" else k.shape[1], getattr(tile, of))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return pl.pallas_call(
-            functools.partial(kernel, plan),
-            out_shape=[shape for shape, *_ in outputs],
-            grid=(blocks, plan.groups, batch),
-            in_specs=specs,
-            out_specs=[spec(*output) for output in outputs],
-            compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-            cost_estimate=_cost(plan, batch, times),
-            interpret=interpret,
-            name="dape_attention" + kernel.__name__.removesuffix("_kernel"),
-        )(inputs, *([] if grad is None else [grad]))
+    return pl.pallas_call(
+        functools.partial(kernel, plan),
+        out_shape=[shape for shape, *_ in outputs],
+        grid=(blocks, plan.groups, batch),
+        in_specs=specs,
+        out_specs=[spec(*output) for output in outputs],
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        cost_estimate=_cost(plan, batch, times),
+        interpret=interpret,
+        name="dape_attention" + kernel.__name__.removesuffix("_kernel"),
+    )(inputs, *([] if grad is None else [grad]))
 
 
 def _cost(plan: Plan, batch: int, times: tuple[float, float]) -> pl.CostEstimate:
