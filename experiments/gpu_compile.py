@@ -106,12 +106,11 @@ def registers(folder: Path) -> list[dict[str, Any]]:
             continue
         line = [str(ptxas), "-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
         said = subprocess.run(line, capture_output=True, text=True, check=True).stderr
-        numbers = [re.search(f"(\\d+) {what}", said) for what in ("bytes spill stores", "bytes spill loads")]
-        used = re.search(r"Used (\d+) registers", said)
-        assert used and all(numbers), said
-        stores, loads = (int(n[1]) for n in numbers if n)
+        found = [re.search(f"(\\d+) bytes spill {what}", said) for what in ("stores", "loads")]
+        found.append(re.search(r"Used (\d+) registers", said))
+        stores, loads, used = (int(number[1]) for number in found if number)
         kernels.append({
-            "kernel": entry[1], "warps": int(entry[2]) // 32, "registers": int(used[1]),
+            "kernel": entry[1], "warps": int(entry[2]) // 32, "registers": used,
             "spill_stores": stores, "spill_loads": loads,
         })  # fmt: skip
     return kernels

@@ -116,7 +116,8 @@ def choose_backend(
         if target.platform not in (platform, "interpret"):
             raise UserError(
                 f"attention backend={backend!r} needs a {device}, and JAX runs on {target.platform}; "
-                f"use 'auto' or 'blockwise', or compile for a {device} with dape_jax.attention.compile_for({platform!r})"
+                f"use 'auto' or 'blockwise', or compile for a {device} with "
+                f"dape_jax.attention.compile_for({platform!r})"
             )
         why = None if call is None else kernels.refusal(*call, block_sizes, target)
         if why is not None:

@@ -38,13 +38,16 @@ from dape_jax.attention.target import Target
 ELEMENTWISE = (biases.ALiBi, biases.KerpleLog, biases.KerplePower)
 """Biases whose formula has one number a head for each parameter: evaluated as it stands, on [positions, heads]."""
 FEATURES = (biases.T5Bias, biases.FIRE)
-"""Biases that are a product of features of the two positions, which all heads share, with a [features, heads] matrix."""
+"""Biases that are a product of features of the two positions, shared by all heads, with a [features, heads] matrix."""
 LEAST = 16
 """Rows, columns and contracted entries that a product on the matrix units needs."""
 LARGEST = 128
 WIDEST = 64
+MOST_HEADS = 16
 MOST_ACCUMULATED = 1024
 """Heads x padded head dimension that one program accumulates for each query, in registers."""
+MOST_HIDDEN = {"bfloat16": 96, "float32": 64}
+"""Hidden units and features of the bias, padded, that a tile of mixed heads holds in an H100's shared memory."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -112,6 +115,12 @@ def _padded(n: int) -> int:
     return max(LEAST, pl.next_power_of_2(n))
 
 
+def _features(bias: biases.Bias | None) -> int:
+    """Padded; 0 for a bias without."""
+    n = bias.num_buckets if isinstance(bias, biases.T5Bias) else bias.width if isinstance(bias, biases.FIRE) else 0
+    return _padded(n) if n else 0
+
+
 def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> str | None:
     """Why these kernels cannot serve a call, naming the argument; None if they can."""
     del target  # one set of tiles for all kinds so far
@@ -127,9 +136,17 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
         return f"adapt has kernel_width={adapt.kernel_width}; the GPU kernels serve 1"
     if adapt is not None and adapt.width > WIDEST:
         return f"adapt has width={adapt.width}; {WIDEST} or less is needed by the GPU kernels"
-    if _mixes(spec) and spec.num_heads * _padded(d) > MOST_ACCUMULATED:
-        most = f"{MOST_ACCUMULATED} numbers of all heads, such as 16 heads of 64"
-        return f"q has {spec.num_heads} heads of {d}, mixed by the network; a program's registers hold {most}"
+    if _mixes(spec):
+        if spec.num_heads > MOST_HEADS or spec.num_heads * _padded(d) > MOST_ACCUMULATED:
+            most = f"at most {MOST_HEADS} heads, such as 16 of 64 or 8 of 128"
+            return f"q has {spec.num_heads} heads of {d}, mixed by the network; a GPU program's registers hold {most}"
+        assert adapt is not None
+        features, most = _features(bias), MOST_HIDDEN[str(q.dtype)]
+        if _padded(adapt.width) + features > most:
+            hidden = (
+                f"adapt has width={adapt.width}, padded to {_padded(adapt.width)}, and the bias {features} features"
+            )
+            return f"{hidden}; the GPU kernels hold {most} together in {q.dtype}"
     if blocks is None:
         return None
     if blocks.rows != 1:
@@ -152,12 +169,10 @@ def default_tiles(spec: Spec, exact: bool) -> tuple[Tile, Tile, Tile]:
     if _mixes(spec):
         return smallest, smallest, smallest
     # All hidden units of a position, or all its features, are in registers at once.
-    wide = [spec.adapt.width] if spec.adapt is not None else []
-    if isinstance(spec.bias, FEATURES):
-        wide.append(getattr(spec.bias, "num_buckets", 0) or getattr(spec.bias, "width", 0))
-    if sum(wide) > 32:
+    numbers = _features(spec.bias) + (0 if spec.adapt is None else _padded(spec.adapt.width))
+    if numbers > 32:
         return smallest, smallest, smallest
-    if wide:
+    if numbers:
         return Tile(32, 16, 8), smallest, Tile(32, 16, 8)
     if exact:
         return Tile(32, 32, 8), Tile(32, 32, 8), Tile(32, 32, 8)
@@ -265,7 +280,8 @@ def _pack_bias(plan: Plan, params: dict[str, jax.Array]) -> tuple[dict, dict]:
         }, {}
     fixed = {name: jnp.asarray(x, jnp.float32) for name, x in bias.constants(heads).items() if name not in params}
     # Whatever the parameters of heads that pad are, their bias meets rows of zeros in W1.
-    return tuple({name: _heads_last(plan, x[:, None], 1.0) for name, x in p.items()} for p in (params, fixed))
+    learned, fixed = ({name: _heads_last(plan, x[:, None], 1.0) for name, x in p.items()} for p in (params, fixed))
+    return learned, fixed
 
 
 def _pack_adapt(plan: Plan, params: dict[str, jax.Array]) -> dict[str, Any]:
@@ -693,7 +709,10 @@ def _call(
     q, k, v = (_rows_first(x) for x in (arrays.q, arrays.k, arrays.v))
     valid = None if arrays.k_valid is None else arrays.k_valid.astype(jnp.int32)
     operands = pack(plan, arrays.bias_params, arrays.adapt_params)
-    inputs = Inputs(_bounds(plan, tile, arrays, of), q, k, v, *arrays[5:9], valid, operands)
+    inputs = Inputs(
+        _bounds(plan, tile, arrays, of), q, k, v, arrays.q_positions, arrays.k_positions, arrays.q_segments,
+        arrays.k_segments, valid, operands,
+    )  # fmt: skip
 
     def spec(x: Any, of: str = "", last: int | None = None) -> Any:
         if x is None:
@@ -706,7 +725,7 @@ def _call(
 
     of_inputs = ("", "q", "k", "k", "q", "k", "q", "k", "k")
     lasts = (None, *[plan.padded_dim] * 3, *[None] * 5)
-    specs = [Inputs(*map(spec, inputs[:9], of_inputs, lasts), jax.tree.map(spec, operands))]
+    specs: list[Any] = [Inputs(*map(spec, inputs[:9], of_inputs, lasts), operands=jax.tree.map(spec, operands))]
     if grad is not None:
         specs.append(Gradient(spec(grad.d_out, "q", plan.padded_dim), spec(grad.lse, "q"), spec(grad.delta, "q")))
     blocks = pl.cdiv(q.shape[1] if of == "q" else k.shape[1], getattr(tile, of))
@@ -752,7 +771,7 @@ def _forward(plan: Plan, interpret: bool, arrays: Arrays, dtype: Any) -> tuple[j
 
 def _attend_bwd(plan: Plan, interpret: bool, saved: Any, d_out: jax.Array) -> tuple[Arrays]:
     arrays, out, lse = saved
-    heads, batch, length, d = arrays.q.shape
+    _, batch, length, d = arrays.q.shape
     d_out = _rows_first(d_out)
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
     delta = _pad(delta.reshape(batch, length, plan.groups, plan.heads), 3, plan.width)

@@ -57,7 +57,8 @@ def test_bfloat16_within_its_bounds():
     assert_gradients_close(grads, want_grads, 1e-2)  # 2 % is allowed; one pass over S and B needs more
 
 
-def test_heads_are_joined_and_split_in_order(heads=5):
+def test_heads_are_joined_and_split_in_order():
+    heads = 5
     x = [jnp.full((2, 3), float(h)) for h in range(heads)]
     joined = gpu._join(x, 16)
     assert joined.shape == (2, 3, 16)
@@ -105,8 +106,6 @@ def test_every_operation_lowers_to_triton(bias, adapt):
     ids, valid = jnp.zeros((2, 70), jnp.int32), jnp.ones((2, 70), bool)
 
     def step(arrays, cotangent):
-        q, k, v, bias_params, adapt_params = arrays
-
         def f(q, k, v, bias_params, adapt_params):
             return dape_attention(
                 q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
@@ -152,6 +151,7 @@ REFUSED = {
     "q has 32 heads of 128, mixed by the network": {"q": jnp.zeros((1, 16, 32, 128)), "adapt": Adapt(width=4)},
     "adapt has kernel_width=3": {"adapt": Adapt(width=4, kernel_width=3)},
     "adapt has width=65": {"adapt": Adapt(width=65)},
+    "adapt has width=64, padded to 64, and the bias 32 features": {"adapt": Adapt(width=64), "bias": T5Bias()},
     "block size rows=2": {"block_sizes": BlockSizes(16, 16, 2)},
     "block size q=8": {"block_sizes": BlockSizes(8, 16, 1)},
     "block size k=48": {"block_sizes": BlockSizes(16, 48, 1)},
@@ -161,8 +161,9 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_served_is_refused_by_name(message):
     kwargs = {"q": jnp.zeros((1, 5, 2, 8)), **REFUSED[message]}
-    q, adapt = kwargs.pop("q"), kwargs.get("adapt")
-    params = {} if adapt is None else adapt.init(jax.random.key(0), q.shape[2], has_bias=False)
+    q, adapt, bias, key = kwargs.pop("q"), kwargs.get("adapt"), kwargs.get("bias"), jax.random.key(0)
+    params = {} if adapt is None else adapt.init(key, q.shape[2], has_bias=bias is not None)
+    kwargs["bias_params"] = {} if bias is None else bias.init(key, q.shape[2])
     with compile_for("interpret"), pytest.raises(UserError, match=message) as error:
         dape_attention(q, q, q, adapt_params=params, backend="pallas_gpu", **kwargs)
     assert "\n" not in str(error.value)
