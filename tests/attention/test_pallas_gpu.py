@@ -46,9 +46,9 @@ def test_against_the_reference(name):
 
 
 def test_bfloat16_within_its_bounds():
-    """The reference receives the same rounded q, k, v in float32. Neither 5 heads nor 24 numbers are powers of two."""
+    """The reference receives the same rounded q, k, v in float32. Neither 3 heads nor 24 numbers are powers of two."""
     bias, adapt = KerpleLog(), Adapt(width=8)
-    arrays, cotangent = make(1, LENGTH, LENGTH, 5, 5, 24, bias, adapt, jnp.bfloat16)
+    arrays, cotangent = make(1, LENGTH, LENGTH, 3, 3, 24, bias, adapt, jnp.bfloat16)
     got, grads = run("pallas_gpu", arrays, cotangent, bias, adapt)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangent))
     want, want_grads = run("reference", *exact, bias, adapt)
