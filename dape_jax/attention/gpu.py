@@ -162,7 +162,7 @@ def default_tiles(spec: Spec, exact: bool) -> tuple[Tile, Tile, Tile]:
     """Tiles of the forward kernel, and of the backward's over queries and over keys.
 
     Those of ptxas's fewest spilled bytes for an H100 (``experiments/gpu_registers.py``), not yet timed. Bytes spilled
-    for DAPE-Kerple, D = 32, 12 (16) heads of 64 in bfloat16: 40 (40), 696 (1,124), 236 (464); a tile twice as large
+    for DAPE-Kerple, D = 32, 12 (16) heads of 64 in bfloat16: 40 (128), 696 (1,124), 236 (464); a tile twice as large
     spills two to three times as much for each position. Without a network, and with one for each head, nothing.
     """
     smallest = Tile(16, 16, 8)
@@ -583,6 +583,9 @@ def _forward_kernel(plan: Plan, r: Inputs, out: Any, lse: Any) -> None:
     program = _Program(plan, plan.forward, r)
     i = pl.num_programs(0) - 1 - program.block
     heads, tile = program.heads(), plan.forward
+    # The backward needs the output of its own probabilities: those rounded once make gradients of FIRE's parameters,
+    # small differences of large sums, wrong by up to 2 %.
+    precise = not plan.exact and out.dtype == jnp.float32
 
     def body(j: Any, carry: tuple) -> tuple:
         top, total, values = carry
@@ -593,10 +596,10 @@ def _forward_kernel(plan: Plan, r: Inputs, out: Any, lse: Any) -> None:
         p = p if mask is None else jnp.where(mask, p, 0.0)
         decay = jnp.exp(top - new_top)
         total = decay * total + p.sum(axis=1)
-        each = zip(heads, values, _split(decay), _split(program.input(p)), strict=False)
-        values = [
-            x * c[:, None] + product(y, program.rows(r.v, j, "k", n), (1, 0), plan.exact) for (_, n), x, c, y in each
-        ]
+        values = [x * c[:, None] for x, c in zip(values, _split(decay), strict=False)]
+        for part in _halves(p) if precise else [program.input(p)]:
+            each = zip(heads, values, _split(part), strict=False)
+            values = [x + product(y, program.rows(r.v, j, "k", n), (1, 0), plan.exact) for (_, n), x, y in each]
         return new_top, total, values
 
     column = (tile.q, plan.width)

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 MODELS = {"125M": (12, 64), "350M": (16, 64)}
 KERNELS = {f"dape_attention_{name}" for name in ("forward", "queries", "keys")}
-LARGEST = {"forward": 100, "queries": 1500, "keys": 600}  # bytes spilled by each thread
+LARGEST = {"forward": 200, "queries": 1500, "keys": 600}  # bytes spilled by each thread
 
 
 def compiled(*args, backward=True, **kwargs):
