@@ -103,7 +103,10 @@ def main(_: list[str]) -> None:
         else:
             entry = {"what": what, **compute()}
             report[into].append(entry)
-            print(f"{what}: " + ", ".join(f"{key} {_text(value)}" for key, value in entry.items() if key != "what"))
+            print(
+                f"{what}: "
+                + ", ".join(f"{key} {_text(value)}" for key, value in entry.items() if key not in ("what", "errors"))
+            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(report, path)
