@@ -121,6 +121,11 @@ def _features(bias: biases.Bias | None) -> int:
     return _padded(n) if n else 0
 
 
+def _hidden(spec: Spec) -> int:
+    """Numbers of one position besides its logits: hidden units of the network and features of the bias."""
+    return _features(spec.bias) + (0 if spec.adapt is None else _padded(spec.adapt.width))
+
+
 def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> str | None:
     """Why these kernels cannot serve a call, naming the argument; None if they can."""
     del target  # one set of tiles for all kinds so far
@@ -141,20 +146,25 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
             most = f"at most {MOST_HEADS} heads, such as 16 of 64 or 8 of 128"
             return f"q has {spec.num_heads} heads of {d}, mixed by the network; a GPU program's registers hold {most}"
         assert adapt is not None
-        features, most = _features(bias), MOST_HIDDEN[str(q.dtype)]
-        if _padded(adapt.width) + features > most:
-            hidden = (
-                f"adapt has width={adapt.width}, padded to {_padded(adapt.width)}, and the bias {features} features"
-            )
+        width, features, most = _padded(adapt.width), _features(bias), MOST_HIDDEN[str(q.dtype)]
+        if width + features > most:
+            hidden = f"adapt has width={adapt.width}, padded to {width}, and the bias {features} features"
             return f"{hidden}; the GPU kernels hold {most} together in {q.dtype}"
-    if blocks is None:
-        return None
+    return None if blocks is None else _misfit(spec, q.dtype, blocks)
+
+
+def _misfit(spec: Spec, dtype: Any, blocks: BlockSizes) -> str | None:
+    """Why the kernels cannot use these sizes; None if they can."""
     if blocks.rows != 1:
         return f"block size rows={blocks.rows}: the GPU kernels take one batch row at a time; 1 is needed"
     for name in ("q", "k"):
         n = getattr(blocks, name)
         if n & (n - 1) or not LEAST <= n <= LARGEST:
             return f"block size {name}={n}: a power of two from {LEAST} to {LARGEST} is needed by the GPU kernels"
+    hidden, most = _hidden(spec), LEAST * LEAST * MOST_HIDDEN[str(dtype)]
+    if blocks.q * blocks.k * hidden > most:
+        sizes = f"block sizes q={blocks.q}, k={blocks.k} with {hidden} hidden units and features"
+        return f"{sizes}: a GPU program holds {most} of all positions; q x k of at most {most // hidden} is needed"
     return None
 
 
@@ -169,10 +179,9 @@ def default_tiles(spec: Spec, exact: bool) -> tuple[Tile, Tile, Tile]:
     if _mixes(spec):
         return smallest, smallest, smallest
     # All hidden units of a position, or all its features, are in registers at once.
-    numbers = _features(spec.bias) + (0 if spec.adapt is None else _padded(spec.adapt.width))
-    if numbers > 32:
+    if _hidden(spec) > 32:
         return smallest, smallest, smallest
-    if numbers:
+    if _hidden(spec):
         return Tile(32, 16, 8), smallest, Tile(32, 16, 8)
     if exact:
         return Tile(32, 32, 8), Tile(32, 32, 8), Tile(32, 32, 8)

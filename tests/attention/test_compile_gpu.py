@@ -7,7 +7,7 @@ What exceeds shared memory, or uses what Triton refuses, fails here. Skipped wit
 import jax.numpy as jnp
 import pytest
 
-from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, KerplePower, T5Bias
+from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, KerplePower, T5Bias
 from experiments import gpu_compile
 
 pytestmark = [
@@ -62,6 +62,12 @@ def test_every_network(adapt):
 @pytest.mark.parametrize("adapt", [None, Adapt()], ids=["plain", "dape"])
 def test_odd_shapes(heads, d, dtype, adapt):
     compiled(700, heads, d, KerpleLog(), adapt, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("adapt", "q", "k"), [(None, 128, 128), (Adapt(), 16, 32), (Adapt(per_head=True), 32, 16)])
+def test_largest_block_sizes(adapt, q, k, dtype):
+    compiled(700, 8, 128, KerpleLog(), adapt, dtype=dtype, block_sizes=BlockSizes(q, k, 1))
 
 
 @pytest.mark.parametrize("adapt", [Adapt(), None, Adapt(per_head=True)], ids=repr)

@@ -154,6 +154,10 @@ REFUSED = {
     "adapt has width=64, padded to 64, and the bias 32 features": {"adapt": Adapt(width=64), "bias": T5Bias()},
     "block size rows=2": {"block_sizes": BlockSizes(16, 16, 2)},
     "block size q=8": {"block_sizes": BlockSizes(8, 16, 1)},
+    "block sizes q=16, k=64 with 32 hidden units and features: .* at most 512": {
+        "block_sizes": BlockSizes(16, 64, 1),
+        "adapt": Adapt(),
+    },
     "block size k=48": {"block_sizes": BlockSizes(16, 48, 1)},
 }
 
