@@ -161,10 +161,12 @@ def _misfit(spec: Spec, dtype: Any, blocks: BlockSizes) -> str | None:
         n = getattr(blocks, name)
         if n & (n - 1) or not LEAST <= n <= LARGEST:
             return f"block size {name}={n}: a power of two from {LEAST} to {LARGEST} is needed by the GPU kernels"
-    hidden, most = _hidden(spec), LEAST * LEAST * MOST_HIDDEN[str(dtype)]
-    if blocks.q * blocks.k * hidden > most:
-        sizes = f"block sizes q={blocks.q}, k={blocks.k} with {hidden} hidden units and features"
-        return f"{sizes}: a GPU program holds {most} of all positions; q x k of at most {most // hidden} is needed"
+    hidden, exact = _hidden(spec), dtype == jnp.float32
+    most = (64 if exact else LARGEST) ** 2
+    if hidden:
+        most = LEAST * LEAST * (1 if _mixes(spec) else max(1, MOST_HIDDEN[str(dtype)] // hidden))
+    if blocks.q * blocks.k > most:
+        return f"block sizes q={blocks.q}, k={blocks.k}: a GPU program holds at most {most} positions of this call"
     return None
 
 

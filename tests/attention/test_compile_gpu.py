@@ -64,8 +64,11 @@ def test_odd_shapes(heads, d, dtype, adapt):
     compiled(700, heads, d, KerpleLog(), adapt, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("adapt", "q", "k"), [(None, 128, 128), (Adapt(), 16, 32), (Adapt(per_head=True), 32, 16)])
+@pytest.mark.parametrize(
+    ("adapt", "q", "k", "dtype"),
+    [(None, 128, 128, jnp.bfloat16), (None, 64, 64, jnp.float32), (Adapt(per_head=True), 16, 32, jnp.float32),
+     (Adapt(per_head=True), 16, 32, jnp.bfloat16)], ids=repr,
+)  # fmt: skip
 def test_largest_block_sizes(adapt, q, k, dtype):
     compiled(700, 8, 128, KerpleLog(), adapt, dtype=dtype, block_sizes=BlockSizes(q, k, 1))
 
@@ -77,3 +80,15 @@ def test_every_argument(adapt):
         700, 12, 64, FIRE(), adapt, batch=2, kv_heads=4, q_segment_ids=ids, k_segment_ids=ids,
         k_valid=jnp.ones((2, 700), bool), q_positions=positions, k_positions=positions,
     )  # fmt: skip
+
+
+def test_memory_is_linear_in_the_length():
+    """At most 6 times q, k, v and the output at 125M shapes, and linear up to 131,072 tokens."""
+
+    def memory(length):
+        m = compiled(length, 12, 64, KerpleLog(), Adapt()).memory_analysis()
+        return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+
+    used = {n: memory(n) for n in (8192, 32768, 131072)}
+    assert used[8192] <= 6 * 4 * 8192 * 12 * 64 * 2
+    assert used[131072] - used[32768] <= 4.2 * (used[32768] - used[8192])

@@ -154,8 +154,8 @@ REFUSED = {
     "adapt has width=64, padded to 64, and the bias 32 features": {"adapt": Adapt(width=64), "bias": T5Bias()},
     "block size rows=2": {"block_sizes": BlockSizes(16, 16, 2)},
     "block size q=8": {"block_sizes": BlockSizes(8, 16, 1)},
-    "block sizes q=16, k=64 with 32 hidden units and features: .* at most 512": {
-        "block_sizes": BlockSizes(16, 64, 1),
+    "block sizes q=16, k=32: a GPU program holds at most 256 positions": {
+        "block_sizes": BlockSizes(16, 32, 1),
         "adapt": Adapt(),
     },
     "block size k=48": {"block_sizes": BlockSizes(16, 48, 1)},
