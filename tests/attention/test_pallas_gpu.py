@@ -22,7 +22,7 @@ CASES = {
     "fire, grouped heads": (FIRE(width=8, init_length=16.0), Adapt(width=8), {"kv_heads": 1}, {}),
     "t5, no network, segments": (T5Bias(num_buckets=8, max_distance=20), None, {},
                      {"q_segment_ids": segments(2, LENGTH), "k_segment_ids": segments(2, LENGTH)}),
-    "alibi, positions of each row": (ALiBi(), Adapt("bias_only", width=4), {}, {
+    "alibi, positions of each row": (ALiBi(), None, {}, {
         "q_positions": jnp.asarray(ROWS.integers(0, 90, (2, LENGTH)), jnp.int32),
         "k_positions": jnp.asarray(ROWS.integers(0, 90, (2, LENGTH)), jnp.int32)}),
     "power, networks of single heads": (KerplePower(), Adapt(width=3, per_head=True), {"kv_heads": 1}, {}),
