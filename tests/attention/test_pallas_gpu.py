@@ -16,26 +16,28 @@ from dape_jax.attention import api, choose_backend, compile_for, gpu
 from tests.attention.cases import assert_gradients_close, attend, make, run, segments
 from tests.conftest import relative_error
 
-LENGTH = 37  # three tiles of 16, the last not whole
+LENGTH, ODD = 48, 37  # three tiles of 16, the last whole or not
 ROWS = np.random.default_rng(0)
 CASES = {
-    "fire, grouped heads": (FIRE(width=8, init_length=16.0), Adapt(width=8), {"kv_heads": 1}, {}),
+    "fire, grouped heads": (FIRE(width=8, init_length=16.0), Adapt(width=8), {"kv_heads": 1, "length": ODD, "d": 8},
+                            {}),
     "t5, no network, segments": (T5Bias(num_buckets=8, max_distance=20), None, {},
                      {"q_segment_ids": segments(2, LENGTH), "k_segment_ids": segments(2, LENGTH)}),
     "alibi, positions of each row": (ALiBi(), None, {}, {
         "q_positions": jnp.asarray(ROWS.integers(0, 90, (2, LENGTH)), jnp.int32),
         "k_positions": jnp.asarray(ROWS.integers(0, 90, (2, LENGTH)), jnp.int32)}),
     "power, networks of single heads": (KerplePower(), Adapt(width=3, per_head=True), {"kv_heads": 1}, {}),
-    "padding, fewer queries, bidirectional": (None, None, {"q_length": 20}, {
-        "causal": False, "k_valid": jnp.asarray(np.arange(LENGTH)[None] < np.array([[30], [0]]))}),
+    "padding, fewer queries, bidirectional": (None, None, {"q_length": 20, "length": ODD}, {
+        "causal": False, "k_valid": jnp.asarray(np.arange(ODD)[None] < np.array([[30], [0]]))}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(name):
     bias, adapt, shape, kwargs = CASES[name]
-    shape = {"q_length": LENGTH, "kv_heads": 2, **shape}
-    arrays, cotangent = make(2, shape["q_length"], LENGTH, 2, shape["kv_heads"], 8, bias, adapt)
+    shape = {"length": LENGTH, "kv_heads": 2, "d": 16, **shape}
+    q_length = shape.get("q_length", shape["length"])
+    arrays, cotangent = make(2, q_length, shape["length"], 2, shape["kv_heads"], shape["d"], bias, adapt)
     want, want_grads = run("reference", arrays, cotangent, bias, adapt, **kwargs)
     got, grads = run("pallas_gpu", arrays, cotangent, bias, adapt, BlockSizes(16, 16, 1), **kwargs)
     assert relative_error(got, want) < 2e-6
@@ -48,7 +50,7 @@ def test_against_the_reference(name):
 def test_bfloat16_within_its_bounds():
     """The reference receives the same rounded q, k, v in float32. Neither 3 heads nor 24 numbers are powers of two."""
     bias, adapt = KerpleLog(), Adapt(width=8)
-    arrays, cotangent = make(1, LENGTH, LENGTH, 3, 3, 24, bias, adapt, jnp.bfloat16)
+    arrays, cotangent = make(1, ODD, ODD, 3, 3, 24, bias, adapt, jnp.bfloat16)
     got, grads = run("pallas_gpu", arrays, cotangent, bias, adapt)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangent))
     want, want_grads = run("reference", *exact, bias, adapt)
