@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,6 +81,17 @@ def config() -> ConfigDict:
 def stop(message: str) -> NoReturn:
     """Ends the command with status 1 and one line."""
     sys.exit(_fail(message, 1))
+
+
+def names(flag: str, value: str, known: Collection[str]) -> list[str]:
+    """The names of a comma-separated flag, each of them known and given once."""
+    given = value.split(",")
+    for name in given:
+        if name not in known:
+            raise UserError(f"--{flag}={value}: {name!r} is unknown{nearest(name, known)}")
+        if given.count(name) > 1:
+            raise UserError(f"--{flag}={value} names {name} twice")
+    return given
 
 
 def integers(name: str, value: str) -> list[int]:

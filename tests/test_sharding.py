@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dape_jax import Adapt, KerpleLog, UserError, dape_attention, sharding
+from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, UserError, dape_attention, sharding
 from dape_jax.attention import compile_for
 from dape_jax.nn import TransformerConfig
 from dape_jax.training import step
@@ -82,3 +82,49 @@ def test_sharded_attention_equals_one_device(backend):
         if np.abs(w).max() > 1e-4:  # the gradient of b2 is rounding
             assert relative_error(g, w) < 1e-6
     assert not np.any(got[1][4]["b2"]) or backend == "reference"
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "reference", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("bias", "adapt"), [(ALiBi(), None), (FIRE(width=4), Adapt(width=3, per_head=True)), (None, None)], ids=repr
+)
+def test_split_heads_equal_one_device(backend, bias, adapt):
+    """ALiBi's slopes depend on the place of a head among all; a part of FIRE's parameters belongs to all heads."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, cotangent = (jax.random.normal(key, (2, 12, 8, 4)) for key in keys[:2])
+    k, v = (jax.random.normal(key, (2, 12, 4, 4)) for key in keys[2:4])
+    params = {} if bias is None else bias.init(keys[4], 8), {} if adapt is None else adapt.init(keys[5], 8)
+
+    def attend(**axes):
+        def f(q, k, v, bias_params, adapt_params):
+            with compile_for("interpret") if backend == "pallas_tpu" else contextlib.nullcontext():
+                return dape_attention(
+                    q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
+                    backend=backend, **axes,
+                )  # fmt: skip
+
+        out, vjp = jax.vjp(f, q, k, v, *params)
+        return out, vjp(cotangent)
+
+    want = jax.jit(lambda: attend())()
+    with jax.set_mesh(sharding.make_mesh(2, 4)):
+        got = jax.jit(lambda: attend(batch_axes=("data",), head_axes=("fsdp",)))()
+        only_heads = jax.jit(lambda: attend(head_axes=("fsdp",)))()
+    for sharded in (got, only_heads):
+        for g, w in zip(jax.tree.leaves(sharded), jax.tree.leaves(want), strict=True):
+            if np.abs(w).max() > 1e-4:
+                assert relative_error(g, w) < 2e-5
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"head_axes": ("model",)}, "head_axes: no axis 'model' in the ambient mesh"),
+    ({"head_axes": ("fsdp",), "batch_axes": ("fsdp",)}, "head_axes: axis 'fsdp' is one of batch_axes"),
+    ({"head_axes": ("fsdp",), "adapt": Adapt()}, "head_axes: the network mixes heads"),
+    ({"head_axes": ("data", "fsdp")}, "4 heads of k cannot be split over 8 devices"),
+])  # fmt: skip
+def test_heads_that_do_not_split_are_named(arguments, message):
+    x = jnp.zeros((4, 6, 4, 4))
+    if "adapt" in arguments:
+        arguments = {**arguments, "adapt_params": arguments["adapt"].init(jax.random.key(0), 4, False)}
+    with jax.set_mesh(sharding.make_mesh(2, 4)), pytest.raises(UserError, match=message):
+        dape_attention(x, x, x, **arguments)

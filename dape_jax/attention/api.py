@@ -1,8 +1,10 @@
 """``dape_attention``: one function with one meaning, whatever computes it."""
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -44,6 +46,7 @@ def dape_attention(
     backend: str = "auto",
     block_sizes: blocks_lib.BlockSizes | None = None,
     batch_axes: tuple[str, ...] = (),
+    head_axes: tuple[str, ...] = (),
 ) -> jax.Array:
     """Attention with an additive position bias and the DAPE network on its logits.
 
@@ -69,6 +72,8 @@ def dape_attention(
       block_sizes: tile of the backends other than the reference; by default chosen from the shapes.
       batch_axes: axes of the ambient mesh (``jax.set_mesh``) over which the batch is split. The attention then runs
         inside ``jax.shard_map``, each device on its own rows, with gradients of parameters summed once.
+      head_axes: axes of the ambient mesh over which the heads are split, for attention that does not mix them: without
+        a network, or with ``adapt.per_head``.
 
     Returns:
       [B, Tq, Hq, d] in the dtype of q. A query that may attend to nothing gives zeros, and zero gradients.
@@ -82,8 +87,10 @@ def dape_attention(
         k_valid=k_valid, scale=scale,
     )  # fmt: skip
     name = choose_backend(backend, block_sizes, (spec, arrays))
-    run = functools.partial(_run, spec, name, block_sizes)
-    out = _sharded(run, arrays, tuple(batch_axes)) if batch_axes else run(arrays)
+    if batch_axes or head_axes:
+        out = _sharded(spec, name, block_sizes, arrays, tuple(batch_axes), tuple(head_axes))
+    else:
+        out = _run(spec, name, block_sizes, arrays)
     return jnp.transpose(out, (1, 2, 0, 3))
 
 
@@ -138,42 +145,67 @@ def _run(spec: Spec, backend: str, block_sizes: blocks_lib.BlockSizes | None, ar
     _, batch, q_length, _ = arrays.q.shape
     if block_sizes is None:
         block_sizes = blocks_lib.heuristic(batch, q_length, arrays.k.shape[2], jax.default_backend())
+    elif block_sizes.backward is not None:
+        raise UserError("block size backward: the blockwise backend has one tile for both passes; leave it None")
     elif batch % block_sizes.rows:
         raise UserError(f"block size rows={block_sizes.rows} does not divide the batch of {batch} rows")
     return blockwise.attend(spec, arrays, block_sizes)
 
 
-def _sharded(run: Callable[[Arrays], jax.Array], arrays: Arrays, batch_axes: tuple[str, ...]) -> jax.Array:
-    """Runs on every device's own rows. The transpose of a replicated input sums its gradient over the mesh."""
+def _sharded(
+    spec: Spec,
+    backend: str,
+    block_sizes: blocks_lib.BlockSizes | None,
+    arrays: Arrays,
+    batch_axes: tuple[str, ...],
+    head_axes: tuple[str, ...],
+) -> jax.Array:
+    """Every device's own rows and heads. The transpose of a replicated input sums its gradient over the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    missing = [axis for axis in batch_axes if axis not in mesh.axis_names]
-    if missing:
-        raise UserError(
-            f"batch_axes: no axis {missing[0]!r} in the ambient mesh {mesh.axis_names}; "
-            "enter one with jax.set_mesh, or leave batch_axes empty"
-        )
-    size = 1
-    for axis in batch_axes:
-        size *= mesh.shape[axis]
-    batch = arrays.q.shape[1]
-    if batch % size:
-        raise UserError(f"batch of {batch} rows cannot be split over {size} devices (mesh axes {batch_axes})")
-    heads_first = PartitionSpec(None, batch_axes)
-    rows_first = PartitionSpec(batch_axes)
-    replicated = PartitionSpec()
+    for what, axes in (("batch_axes", batch_axes), ("head_axes", head_axes)):
+        missing = [axis for axis in axes if axis not in mesh.axis_names]
+        if missing:
+            raise UserError(
+                f"{what}: no axis {missing[0]!r} in the ambient mesh {mesh.axis_names}; "
+                f"enter one with jax.set_mesh, or leave {what} empty"
+            )
+    both = set(batch_axes) & set(head_axes)
+    if both:
+        raise UserError(f"head_axes: axis {min(both)!r} is one of batch_axes, too; an axis splits rows or heads")
+    if head_axes and spec.adapt is not None and not spec.adapt.per_head:
+        raise UserError("head_axes: the network mixes heads, which cannot be split; adapt.per_head=True does not mix")
+    rows, parts = (math.prod(mesh.shape[axis] for axis in axes) for axes in (batch_axes, head_axes))
+    batch, kv_heads = arrays.q.shape[1], arrays.k.shape[0]
+    if batch % rows:
+        raise UserError(f"batch of {batch} rows cannot be split over {rows} devices (mesh axes {batch_axes})")
+    if kv_heads % parts:
+        raise UserError(f"{kv_heads} heads of k cannot be split over {parts} devices (mesh axes {head_axes})")
+    if spec.bias is not None:  # ALiBi's slopes depend on the place among all heads
+        constants = {n: jnp.asarray(x) for n, x in spec.bias.constants(spec.num_heads).items()} if head_axes else {}
+        arrays = arrays._replace(bias_params={**constants, **arrays.bias_params})
+    specs = _specs(spec, arrays, batch_axes, head_axes)
+    local = dataclasses.replace(spec, num_heads=spec.num_heads // parts)
+    run = functools.partial(_run, local, backend, block_sizes)
+    return jax.shard_map(
+        run, in_specs=(specs,), out_specs=specs.q, axis_names={*batch_axes, *head_axes}, check_vma=False
+    )(arrays)
+
+
+def _specs(spec: Spec, arrays: Arrays, batch_axes: tuple[str, ...], head_axes: tuple[str, ...]) -> Arrays:
+    """A partition for every array."""
+    heads, rows, replicated = head_axes or None, PartitionSpec(batch_axes or None), PartitionSpec()
+    shared = frozenset() if spec.bias is None else spec.bias.shared
 
     def spec_of(name: str, x: Any) -> Any:
         if name in ("q", "k", "v"):
-            return heads_first
+            return PartitionSpec(heads, batch_axes or None)
         if name.endswith("params"):
-            return jax.tree.map(lambda _: replicated, x)
+            return {n: replicated if name == "bias_params" and n in shared else PartitionSpec(heads) for n in x}
         if x is None:
             return None
-        return replicated if name.endswith("positions") and x.shape[0] == 1 else rows_first
+        return replicated if name.endswith("positions") and x.shape[0] == 1 else rows
 
-    specs = Arrays(**{name: spec_of(name, x) for name, x in arrays._asdict().items()})
-    mapped = jax.shard_map(run, in_specs=(specs,), out_specs=heads_first, axis_names=set(batch_axes), check_vma=False)
-    return mapped(arrays)
+    return Arrays(**{name: spec_of(name, x) for name, x in arrays._asdict().items()})
 
 
 def check(
@@ -222,6 +254,7 @@ def check(
             raise UserError(f"{name} has shape {x.shape}; {(batch, length)} is needed")
     if k_valid is not None and k_valid.dtype != jnp.bool_:
         raise UserError(f"k_valid has dtype {k_valid.dtype}; bool is needed")
+    consecutive = q_positions is None and k_positions is None
     if k_positions is None:
         k_positions = jnp.arange(k_length, dtype=jnp.int32)
     if q_positions is None:
@@ -231,7 +264,7 @@ def check(
     if q_positions.shape[0] != k_positions.shape[0]:
         q_positions = jnp.broadcast_to(q_positions, (batch, q_length))
         k_positions = jnp.broadcast_to(k_positions, (batch, k_length))
-    spec = Spec(bias, adapt, bool(causal), float(d**-0.5 if scale is None else scale), heads)
+    spec = Spec(bias, adapt, bool(causal), float(d**-0.5 if scale is None else scale), heads, consecutive)
     bias_params, adapt_params = dict(bias_params or {}), dict(adapt_params or {})
     _check_params(spec, bias_params, adapt_params)
     q, k, v = (jnp.transpose(x, (2, 0, 1, 3)) for x in (q, k, v))

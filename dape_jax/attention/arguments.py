@@ -12,13 +12,17 @@ from dape_jax import biases
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The static half of a call: formulas and hyper-parameters, hashable."""
+    """The static half of a call: formulas and hyper-parameters, hashable.
+
+    ``consecutive``: positions are the default ones, 0 .. Tk-1 for the keys and the last of them for the queries.
+    """
 
     bias: biases.Bias | None
     adapt: adapt_lib.Adapt | None
     causal: bool
     scale: float
     num_heads: int
+    consecutive: bool = False
 
 
 class Arrays(NamedTuple):

@@ -7,17 +7,21 @@ from dape_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Tile of logits that is held at once: ``rows`` batch rows x ``q`` queries x ``k`` keys, for all heads."""
+    """Tile of logits that is held at once: ``rows`` batch rows x ``q`` queries x ``k`` keys, for all heads.
+
+    ``backward``: another tile for the backward, where a backend can have two; None for the same one.
+    """
 
     q: int
     k: int
-    rows: int
+    rows: int = 1
+    backward: "BlockSizes | None" = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("q", "k", "rows"):
+            value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise UserError(f"block size {field.name}={value!r}: a positive integer is needed")
+                raise UserError(f"block size {name}={value!r}: a positive integer is needed")
 
 
 def heuristic(batch: int, q_length: int, k_length: int, platform: str) -> BlockSizes:

@@ -11,6 +11,7 @@ from dape_jax.errors import UserError, nearest
 
 MIB = 2**20
 _SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
+_WIDE_MXU = ("TPU v6 lite", "TPU v6e", "TPU7x")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,12 @@ class Target:
     @property
     def vmem_budget(self) -> int:
         """Bytes that block sizes are chosen for, from an estimate."""
-        return 15 * MIB if self.device_kind in _SMALL_VMEM else 32 * MIB
+        return 15 * MIB if self.device_kind in _SMALL_VMEM else 48 * MIB
+
+    @property
+    def mxu(self) -> int:
+        """Numbers that one row of the matrix unit takes in, and gives out."""
+        return 256 if self.device_kind in _WIDE_MXU else 128
 
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("dape_jax_target", default=None)

@@ -17,10 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dape_jax.attention import tpu_kernels, tpu_plan, tpu_rows
+from dape_jax.attention import tpu_backward, tpu_blocks, tpu_forward, tpu_rows, tpu_tables, tpu_tiles
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import MIB, Target
+from dape_jax.attention.tpu_blocks import Plans
 from dape_jax.attention.tpu_plan import Plan, Scalars, row_index
 from dape_jax.attention.tpu_rows import LANES
 
@@ -36,8 +37,8 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
     if bias is not None and type(bias) not in served:
         return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
     if blocks is not None:
-        return tpu_plan.misfit(spec, arrays, blocks, target.vmem_budget)
-    if tpu_plan.default_blocks(spec, arrays, target.vmem_budget) is None:
+        return tpu_blocks.misfit(spec, arrays, blocks, target)
+    if None in (tpu_blocks.choose(spec, arrays, target, backward) for backward in (False, True)):
         shape = f"{spec.num_heads} heads of {q.shape[3]}"
         return f"q has {shape}, for which no block size fits {target.vmem_budget // MIB} MiB of VMEM"
     return None
@@ -46,24 +47,24 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
 def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> jax.Array:
     """Attention output [H, B, Tq, d] in the dtype of q; rows that may attend to nothing are zero.
 
-    For calls without a ``refusal``. ``blocks.k`` counts the keys of a tile with their halo; None takes
-    ``tpu_plan.default_blocks``.
+    For calls without a ``refusal``. ``blocks``, of both kernels, counts the keys of a tile with their halo; None takes
+    ``tpu_blocks.choose`` for each.
     """
-    blocks = blocks or tpu_plan.default_blocks(spec, arrays, target.vmem_budget)
-    assert blocks is not None
-    return cast(jax.Array, _attend(tpu_plan.make_plan(spec, arrays, blocks), target, arrays))
+    plans = tpu_blocks.make_plans(spec, arrays, blocks, target)
+    return cast(jax.Array, _attend(plans, target, arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(plan: Plan, target: Target, arrays: Arrays) -> jax.Array:
-    return _heads_first(_forward(plan, target, arrays, arrays.q.dtype)[0], arrays.q)
+def _attend(plans: Plans, target: Target, arrays: Arrays) -> jax.Array:
+    return _heads_first(_forward(plans.forward, target, arrays, arrays.q.dtype)[0], arrays.q)
 
 
-def _attend_fwd(plan: Plan, target: Target, arrays: Arrays) -> tuple[jax.Array, Any]:
+def _attend_fwd(plans: Plans, target: Target, arrays: Arrays) -> tuple[jax.Array, Any]:
     # Rounding the output that the backward reads makes each row of logit gradients sum to a little more or less than
     # zero, which the gradients of parameters, sums over all rows, would show: 2 to 4 % for FIRE's.
     dtype = jnp.dtype(jnp.float32) if arrays.bias_params or arrays.adapt_params else arrays.q.dtype
-    out, lse = _forward(plan, target, arrays, dtype)
+    out, lse = _forward(plans.forward, target, arrays, dtype)
+    lse = lse[:, : arrays.q.shape[2]]
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
     out = checkpoint_name(_heads_first(out, arrays.q), "dape_attention_out")
     return out.astype(arrays.q.dtype), (arrays, out, checkpoint_name(lse, "dape_attention_lse"))
@@ -111,7 +112,7 @@ def _query_info(plan: Plan, arrays: Arrays) -> jax.Array:
 
 
 def _key_info(plan: Plan, arrays: Arrays) -> jax.Array:
-    """int32 [1 or B, 8, cut Tk], the rows that ``tpu_kernels`` names."""
+    """int32 [1 or B, 8, cut Tk], the rows that ``tpu_tiles`` names."""
     batch = arrays.k.shape[1] if plan.rows_of_keys else 1
     shape = (batch, arrays.k.shape[2])
     is_key = jnp.ones(shape, jnp.int32)
@@ -135,7 +136,7 @@ def _scalars(plan: Plan, arrays: Arrays, keys: jax.Array, inner: str) -> Scalars
     q = _pad_queries(plan, arrays.q_positions, mode="edge").reshape(-1, plan.q_blocks, plan.block_q)
     tiles = keys.reshape(keys.shape[0], 8, plan.k_blocks, plan.block_k)
     own = tiles[..., plan.halo : plan.halo + plan.own_keys]
-    k = own[: q.shape[0], tpu_kernels.POSITION]
+    k = own[: q.shape[0], tpu_tiles.POSITION]
     q_min, q_max, k_min, k_max = q.min(-1), q.max(-1), k.min(-1), k.max(-1)
     needed = (k_min[:, None, :] <= q_max[:, :, None]) if plan.spec.causal else None
     axis, blocks = (2, plan.k_blocks) if inner == "k" else (1, plan.q_blocks)
@@ -148,7 +149,7 @@ def _scalars(plan: Plan, arrays: Arrays, keys: jax.Array, inner: str) -> Scalars
         first = jnp.where(needed, index, blocks - 1).min(axis)
         last = jnp.where(needed, index + 1, 0).max(axis)
     last = jnp.maximum(last, first + 1)
-    k_full = own[:, tpu_kernels.OWN].min(-1)
+    k_full = own[:, tpu_tiles.OWN].min(-1)
     return Scalars(*(x.astype(jnp.int32).reshape(-1) for x in (q_min, q_max, k_min, k_max, k_full, first, last)))
 
 
@@ -244,21 +245,19 @@ def _cost(plan: Plan, batch: int, backward: bool) -> pl.CostEstimate:
 
 
 def _common(plan: Plan, arrays: Arrays, inner: str) -> tuple[list, list]:
-    """Scalars, q, k, v, info, keys, operands, and the specifications of all but the scalars."""
+    """Scalars, q, k, v, info, keys, and the specifications of all but the scalars."""
     blocks = _Blocks(plan, "qk" if inner == "k" else "kq")
     keys = _key_info(plan, arrays)
     info = _query_info(plan, arrays)
-    operands = _operands(plan, arrays)
     q = _pad_queries(plan, _heads_last(arrays.q))
     k, v = (_cut_keys(plan, _heads_last(x)) for x in (arrays.k, arrays.v))
-    inputs = [_scalars(plan, arrays, keys, inner), q, k, v, info, keys, operands]
+    inputs = [_scalars(plan, arrays, keys, inner), q, k, v, info, keys]
     specs = [
         blocks.queries(q.shape[2]),
         blocks.keys(k.shape[2]),
         blocks.keys(v.shape[2]),
         blocks.queries(2, by_row=info.shape[0] > 1),
         blocks.key_info(),
-        jax.tree.map(blocks.whole, operands),
     ]
     return inputs, specs
 
@@ -267,40 +266,43 @@ def _forward(plan: Plan, target: Target, arrays: Arrays, dtype: Any) -> tuple[ja
     """out [B, padded Tq, H d] and log-sum-exp float32 [B, padded Tq, H] (+inf in rows that may attend to nothing)."""
     batch, blocks = arrays.q.shape[1], _Blocks(plan, "qk")
     inputs, specs = _common(plan, arrays, "k")
-    q = inputs[1]
-    rows = (plan.tile_rows, LANES)
-    column = pltpu.VMEM(rows, jnp.float32)
+    q, operands, tables = inputs[1], tpu_rows.Operands({}, {}, {}), tpu_tables.EMPTY
+    if plan.tabled:
+        inputs[2:4] = [tpu_tables.deal(plan, x) for x in inputs[2:4]]
+        inputs[5] = tpu_tables.deal(plan, inputs[5], axis=2)
+        tables = tpu_tables.make(plan, arrays)
+    else:
+        operands = _operands(plan, arrays)
+    strip = None if tables.strip is None else pl.BlockSpec(memory_space=pl.ANY)
+    inputs += [operands, tables]
+    specs += [jax.tree.map(blocks.whole, operands), jax.tree.map(blocks.whole, tables)._replace(strip=strip)]
     outputs = (
         jax.ShapeDtypeStruct(q.shape, dtype),
         jax.ShapeDtypeStruct((*q.shape[:2], plan.heads), jnp.float32),
     )
-    scratch = (
-        pltpu.VMEM((plan.slabs, *rows), jnp.float32),
-        tpu_kernels.query_scratch(plan),
-        column,
-        column,
-        column,
-        pltpu.VMEM((plan.heads, plan.block_q, plan.head_dim), jnp.float32),
-    )
     return _call(
-        plan, tpu_kernels.forward, tpu_kernels.Forward, "dape_attention_forward",
+        plan, tpu_forward.kernel, tpu_forward.Forward, "dape_attention_forward",
         (batch, plan.q_blocks, plan.k_blocks), inputs, specs, outputs,
-        (blocks.queries(q.shape[2]), blocks.queries(plan.heads)), scratch, _cost(plan, batch, False), target, {},
+        (blocks.queries(q.shape[2]), blocks.queries(plan.heads)), tpu_forward.scratch(plan),
+        _cost(plan, batch, False), target, {},
     )  # fmt: skip
 
 
-def _attend_bwd(plan: Plan, target: Target, saved: Any, d_out: jax.Array) -> tuple[Arrays]:
-    arrays, out, lse = saved
+def _attend_bwd(plans: Plans, target: Target, saved: Any, d_out: jax.Array) -> tuple[Arrays]:
+    plan, (arrays, out, lse) = plans.backward, saved
     batch, blocks = arrays.q.shape[1], _Blocks(plan, "kq")
     inputs, specs = _common(plan, arrays, "q")
-    _, q, k, v, *_, operands = inputs
+    _, q, k, v, *_ = inputs
+    operands = _operands(plan, arrays)
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)  # [H, B, Tq]
     delta = _pad_queries(plan, jnp.transpose(delta, (1, 2, 0)))
     d_out = _pad_queries(plan, _heads_last(d_out))
+    lse = _pad_queries(plan, lse, constant_values=jnp.inf)  # queries that pad attend to nothing
     zeros = jnp.zeros(q.shape, jnp.float32)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    inputs += [d_out, lse, delta, zeros]
-    specs += [blocks.queries(q.shape[2]), blocks.queries(plan.heads), blocks.queries(plan.heads), hbm]
+    inputs += [operands, d_out, lse, delta, zeros]
+    specs += [jax.tree.map(blocks.whole, operands), blocks.queries(q.shape[2])]
+    specs += [blocks.queries(plan.heads), blocks.queries(plan.heads), hbm]
     d_operands = [operands.bias, operands.adapt]
 
     def keys(x: jax.Array) -> pl.BlockSpec:
@@ -313,25 +315,11 @@ def _attend_bwd(plan: Plan, target: Target, saved: Any, d_out: jax.Array) -> tup
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), d_operands),
     )
     out_specs = (hbm, keys(k), keys(v), jax.tree.map(blocks.whole, d_operands))
-    rows = (plan.tile_rows, LANES)
-    slabs, column = pltpu.VMEM((plan.slabs, *rows), jnp.float32), pltpu.VMEM(rows, jnp.float32)
-    of_keys = pltpu.VMEM((plan.kv_heads, plan.block_k, plan.head_dim), jnp.float32)
-    scratch = (
-        slabs,
-        slabs,
-        tpu_kernels.query_scratch(plan),
-        column,
-        column,
-        pltpu.VMEM((plan.block_q, q.shape[2]), jnp.float32),
-        of_keys,
-        of_keys,
-        pltpu.SemaphoreType.DMA,
-    )
     aliases = {len(jax.tree.leaves(inputs)) - 1: 0}
     d_q, d_k, d_v, (d_bias, d_adapt) = _call(
-        plan, tpu_kernels.backward, tpu_kernels.Backward, "dape_attention_backward",
-        (batch, plan.k_blocks, plan.q_blocks), inputs, specs, outputs, out_specs, scratch, _cost(plan, batch, True),
-        target, aliases,
+        plan, tpu_backward.kernel, tpu_backward.Backward, "dape_attention_backward",
+        (batch, plan.k_blocks, plan.q_blocks), inputs, specs, outputs, out_specs,
+        tpu_backward.scratch(plan), _cost(plan, batch, True), target, aliases,
     )  # fmt: skip
     gradients: dict[str, Any] = dict.fromkeys(Arrays._fields)  # None for what is not differentiable
     gradients["q"] = _heads_first(d_q.astype(q.dtype), arrays.q)

@@ -97,7 +97,7 @@ def _per_row(rows: Rows, x: jax.Array) -> jax.Array:
     return _column(jnp.concatenate([x] * rows.group, axis=-1))
 
 
-def _diagonal(rows: Rows, x: jax.Array) -> jax.Array:
+def diagonal(rows: Rows, x: jax.Array) -> jax.Array:
     """[m, s, n] to [G m, s G n]: block (g, g) of every s is x[:, s], the others are zero."""
     g, (m, s, n) = rows.group, x.shape
     eye = jnp.eye(g, dtype=x.dtype).reshape(g, 1, 1, g, 1)
@@ -113,7 +113,7 @@ def _pack_bias(rows: Rows, params: dict[str, jax.Array]) -> tuple[dict, dict]:
         first = jnp.searchsorted(buckets, jnp.arange(_whole(bias.num_buckets) + 1)).astype(jnp.int32)
         # The last bucket has no end, and those that pad the rows to a multiple of 8 are never reached.
         end = jnp.where(jnp.arange(len(first)) >= bias.num_buckets, jnp.iinfo(jnp.int32).max, first)
-        weights = _diagonal(rows, _pad_last(params["table"], _whole(bias.num_buckets))[:, None])
+        weights = diagonal(rows, _pad_last(params["table"], _whole(bias.num_buckets))[:, None])
         return {"weights": weights}, {"first": _column(end[:-1]), "end": _column(end[1:])}
     if isinstance(bias, biases.FIRE):
         # A further hidden unit that is always 1 carries b2.
@@ -121,7 +121,7 @@ def _pack_bias(rows: Rows, params: dict[str, jax.Array]) -> tuple[dict, dict]:
         one = jnp.ones(1, jnp.float32)
         weights = jnp.concatenate([params["w2"], params["b2"][:, None]], axis=1)
         return {
-            "weights": _diagonal(rows, _pad_last(weights, size)[:, None]),
+            "weights": diagonal(rows, _pad_last(weights, size)[:, None]),
             "w1": _column(_pad_last(params["w1"], size)),
             "b1": _column(_pad_last(jnp.concatenate([params["b1"], one]), size)),
             "c": _column(jnp.abs(params["c"])[None]),
@@ -152,9 +152,9 @@ def _pack_adapt(rows: Rows, params: dict[str, jax.Array]) -> dict[str, jax.Array
         }
     # [k, inputs, D] with the inputs (S and B, or one) by heads; [D]; [k, D, H].
     return {
-        "w1": _diagonal(rows, jnp.transpose(w1, (2, 0, 1)).reshape(adapt.width, -1, heads)),
+        "w1": diagonal(rows, jnp.transpose(w1, (2, 0, 1)).reshape(adapt.width, -1, heads)),
         "b1": _column(jnp.concatenate([b1] * rows.group)),
-        "w2": jnp.concatenate([_diagonal(rows, w.T[:, None]) for w in w2]),
+        "w2": jnp.concatenate([diagonal(rows, w.T[:, None]) for w in w2]),
     }
 
 

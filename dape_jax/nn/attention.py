@@ -84,9 +84,9 @@ class Attention(nnx.Module):
         self, x: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """Attends over x [B, T, M]; int32 positions [T] or [B, T], default 0 .. T-1; int32 segment_ids [B, T]."""
-        if positions is None:
-            positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-        q, k, v = self._project(x, positions)
+        counted = jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
+        q, k, v = self._project(x, counted)
+        # Not given rather than counted: kernels do less where they know that positions are consecutive.
         return self._attend(q, k, v, positions, positions, segment_ids)
 
     def extend(
@@ -122,8 +122,8 @@ class Attention(nnx.Module):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        q_positions: jax.Array,
-        k_positions: jax.Array,
+        q_positions: jax.Array | None,
+        k_positions: jax.Array | None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         out = dape_attention(

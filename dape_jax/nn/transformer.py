@@ -210,11 +210,10 @@ class TransformerLM(nnx.Module):
             has. Without a key, ``positions`` are what was drawn. Other models do not read it.
         """
         axes, length = self.config.batch_axes, tokens.shape[1]
-        if positions is None:
-            positions = self._drawn_positions(length, key)
-        elif self.config.random_range is not None and key is not None:
-            positions = self._drawn_positions(length, key)[positions]
         self.config.check_length(length)
+        if self.config.random_range is not None and (positions is None or key is not None):
+            drawn = self._drawn_positions(length, key)
+            positions = drawn if positions is None else drawn[positions]
 
         def step(block: Block, x: jax.Array) -> jax.Array:
             return _placed(block(x, positions, segment_ids), axes)
@@ -223,7 +222,8 @@ class TransformerLM(nnx.Module):
         if policy is not None:
             step = nnx.remat(step, prevent_cse=False, policy=policy)  # a scan's body is not subject to that CSE
         run = nnx.scan(step, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        return self.final_norm(run(self.blocks, self._embedded(tokens, positions)))
+        counted = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+        return self.final_norm(run(self.blocks, self._embedded(tokens, counted)))
 
     def init_cache(self, batch: int, capacity: int, key: jax.Array | None = None) -> Cache:
         """An empty cache for ``batch`` sequences of up to ``capacity`` tokens; ``key`` as for a call."""

@@ -13,8 +13,8 @@ from dape_jax.attention import compile_for
 from tests.conftest import relative_error
 
 BIASES = [None, ALiBi(), KerpleLog(), KerplePower(), T5Bias(), FIRE(width=8, init_length=16.0)]
-ADAPTS = [None, Adapt(width=8), Adapt("concat", width=4), Adapt("add_residual", width=4), Adapt(width=4, per_head=True),
-          Adapt(width=16, kernel_width=3), Adapt("bias_only", width=4)]  # fmt: skip
+ADAPTS = [None, Adapt(width=8), Adapt("concat", width=8), Adapt("add_residual", width=4), Adapt(width=4, per_head=True),
+          Adapt(width=16, kernel_width=3), Adapt("bias_only", width=8)]  # fmt: skip
 CONVOLVING = [Adapt("concat", width=4, kernel_width=5), Adapt("add_residual", width=4, kernel_width=3),
               Adapt("bias_only", width=4, kernel_width=3), Adapt(width=4, per_head=True, kernel_width=3)]  # fmt: skip
 # Interpreted; test_pallas_tpu.py and test_pallas_gpu.py have the fast tests.
@@ -34,16 +34,16 @@ def make(batch, q_length, k_length, heads, kv_heads, d, bias, adapt, dtype=jnp.f
     return (q, k, v, bias_params, adapt_params), cotangent
 
 
-def attend(backend, *arrays, blocks=None, bias=None, adapt=None, **kwargs):
+def attend(backend, *arrays, blocks=None, kernel_blocks=None, bias=None, adapt=None, **kwargs):
     """``dape_attention`` of (q, k, v, bias_params, adapt_params); the kernels interpreted, in small tiles.
 
-    ``blocks`` are the blockwise backend's; the kernels take their smallest where any are given.
+    ``blocks`` are the blockwise backend's; the kernels take their smallest where any are given, or ``kernel_blocks``.
     """
     if backend == "pallas_gpu" and adapt is not None and adapt.kernel_width > 1:
         pytest.skip("DAPE V2 has no GPU kernels; they refuse it by name")
     q, k, v, bias_params, adapt_params = arrays
     smallest = {"pallas_tpu": BlockSizes(q=16, k=128, rows=1), "pallas_gpu": BlockSizes(q=16, k=16, rows=1)}
-    sizes = {"blockwise": blocks, **{name: blocks and size for name, size in smallest.items()}}
+    sizes = {"blockwise": blocks, **{name: kernel_blocks or (blocks and size) for name, size in smallest.items()}}
     with compile_for("interpret") if backend in smallest else contextlib.nullcontext():
         return dape_attention(
             q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,

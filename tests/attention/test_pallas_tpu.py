@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, KerplePower, T5Bias, UserError, biases, dape_attention
-from dape_jax.attention import api, choose_backend, compile_for, target, tpu, tpu_plan, tpu_rows
+from dape_jax.attention import api, choose_backend, compile_for, target, tpu, tpu_blocks, tpu_plan, tpu_rows
 from tests.attention.cases import assert_gradients_close, attend, make, run, segments
 from tests.conftest import relative_error
 
@@ -29,6 +29,15 @@ CASES = {
     "power, convolution": (KerplePower(), Adapt(width=4, kernel_width=3), {}, {}),
     "bias alone, bidirectional": (KerpleLog(), Adapt("bias_only", width=4), {}, {"causal": False}),
     "nothing, fewer queries": (None, None, {"q_length": 70}, {}),
+    "alibi from tables, fewer queries": (
+        ALiBi(), Adapt(width=8), {"q_length": 70, "k_length": 300, "blocks": BlockSizes(32, 256)}, {}),
+    "t5 from tables, bidirectional": (
+        T5Bias(), Adapt("concat", width=8), {"q_length": 90, "blocks": BlockSizes(16, 256)}, {"causal": False}),
+    "power from tables, segments": (KerplePower(), Adapt("add_residual", width=16), {}, {
+        "q_segment_ids": segments(2, LENGTH), "k_segment_ids": segments(2, LENGTH)}),
+    "no bias, positions of each row": (None, Adapt(width=5), {}, {
+        "q_positions": jnp.asarray(ROWS.integers(0, 300, (2, LENGTH)), jnp.int32),
+        "k_positions": jnp.asarray(ROWS.integers(0, 300, (2, LENGTH)), jnp.int32)}),
     "padding": (KerpleLog(), None, {}, {
         "k_valid": jnp.asarray(np.arange(LENGTH)[None] >= np.array([[130], [LENGTH]]))}),
 }  # fmt: skip
@@ -37,10 +46,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(name):
     bias, adapt, shape, kwargs = CASES[name]
-    shape = {"q_length": LENGTH, "kv_heads": 2, **shape}
-    arrays, cotangent = make(2, shape["q_length"], LENGTH, 2, shape["kv_heads"], 8, bias, adapt)
+    shape = {"q_length": LENGTH, "k_length": LENGTH, "kv_heads": 2, "blocks": BlockSizes(64, 128), **shape}
+    arrays, cotangent = make(2, shape["q_length"], shape["k_length"], 2, shape["kv_heads"], 8, bias, adapt)
     want, want_grads = run("reference", arrays, cotangent, bias, adapt, **kwargs)
-    got, grads = run("pallas_tpu", arrays, cotangent, bias, adapt, BlockSizes(64, 128, 1), **kwargs)
+    got, grads = run("pallas_tpu", arrays, cotangent, bias, adapt, kernel_blocks=shape["blocks"], **kwargs)
     assert relative_error(got, want) < 2e-6
     assert_gradients_close(grads, want_grads, 3e-5)
     assert not np.any(grads[4].get("b2", 0.0))
@@ -78,7 +87,7 @@ def test_causal_blocks_out_of_reach_are_not_fetched(length):
     """The range of the inner grid axis that the index maps stay within, for both kernels."""
     x = jnp.zeros((1, length, 2, 8))
     spec, arrays = api.check(x, x, x)
-    plan = tpu_plan.make_plan(spec, arrays, BlockSizes(64, 128, 1))
+    plan = tpu_plan.make_plan(spec, arrays, BlockSizes(64, 128, 1), target.Target("tpu", ""))
     keys = tpu._key_info(plan, arrays)
     forward = tpu._scalars(plan, arrays, keys, "k")
     assert (forward.first.tolist(), forward.last.tolist()) == ([0] * 4, [1, 1, 2, 2])
@@ -101,14 +110,52 @@ def test_no_array_of_length_squared():
     assert max(np.prod(s, dtype=np.int64) for s in shapes) < 2048 * 2048
 
 
+def test_the_backward_has_a_tile_of_its_own():
+    bias, adapt = KerpleLog(), Adapt(width=8)
+    arrays, cotangent = make(1, LENGTH, LENGTH, 2, 2, 8, bias, adapt)
+    want, want_grads = run("reference", arrays, cotangent, bias, adapt)
+    blocks = BlockSizes(32, 256, backward=BlockSizes(64, 128))
+    got, grads = run("pallas_tpu", arrays, cotangent, bias, adapt, kernel_blocks=blocks)
+    assert relative_error(got, want) < 2e-6
+    assert_gradients_close(grads, want_grads, 3e-5)
+    with pytest.raises(UserError, match="block size backward"):
+        dape_attention(*arrays[:3], backend="blockwise", block_sizes=blocks)
+
+
+def test_tuned_tiles(monkeypatch):
+    """The entry of the longest length that is not longer; others than of the same shape, and what does not fit, do
+    not count."""
+    device = target.Target("tpu", "TPU v5 lite")
+    shape = {"device_kind": "TPU v5 lite", "heads": 2, "head_dim": 8, "dtype": "float32", "width": 4}
+    entries = [
+        (kernel, n, (16 * (i + 1), 128)) for i, n in enumerate((64, 128, 512)) for kernel in ("forward", "backward")
+    ]
+    entries[3] = ("backward", 128, (8192, 8192))
+    table = [{**shape, "kernel": kernel, "length": n, "block_q": q, "block_k": k} for kernel, n, (q, k) in entries]
+    monkeypatch.setattr(tpu_blocks, "_table", lambda: table)
+
+    def tiles(length, **adapt):
+        x, adapt = jnp.zeros((1, length, 2, 8)), Adapt(**{"width": 4, **adapt})
+        spec, arrays = api.check(x, x, x, adapt=adapt, adapt_params=adapt.init(jax.random.key(0), 2, False))
+        plans = tpu_blocks.make_plans(spec, arrays, None, device)
+        return plans.forward.block_q, plans.backward.block_q
+
+    assert tiles(70) == (16, 16)
+    assert tiles(200) == (32, 128)
+    assert tiles(600) == (48, 48)
+    default = (128, 128)
+    assert tiles(200, width=5) == tiles(200, per_head=True) == tiles(200, kernel_width=3) == default
+
+
 @pytest.mark.parametrize(
-    ("kind", "budget", "heads"), [("TPU v4", 15, 1), ("TPU v4", 15, 25), ("TPU v5 lite", 32, 12), ("", 32, 64)]
+    ("kind", "budget", "heads"), [("TPU v4", 15, 1), ("TPU v4", 15, 25), ("TPU v5 lite", 48, 12), ("", 48, 64)]
 )
 def test_default_blocks_fit_the_memory(kind, budget, heads):
     def f(x):
         spec, arrays = api.check(x, x, x)
-        blocks = tpu_plan.default_blocks(spec, arrays, target.Target("tpu", kind).vmem_budget)
-        assert tpu_plan.vmem_bytes(tpu_plan.make_plan(spec, arrays, blocks)) <= budget * 2**20
+        plans = tpu_blocks.make_plans(spec, arrays, None, target.Target("tpu", kind))
+        assert tpu_blocks.vmem_bytes(plans.forward, backward=False) <= budget * 2**20
+        assert tpu_blocks.vmem_bytes(plans.backward, backward=True) <= budget * 2**20
         return x
 
     jax.eval_shape(f, jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16))
@@ -138,7 +185,7 @@ REFUSED = {
     "q has dtype float16": {"q": jnp.zeros((1, 5, 2, 8), jnp.float16)},
     "q has head dimension 200": {"q": jnp.zeros((1, 5, 2, 200))},
     "bias Mine has no kernel": {"bias": Mine()},
-    "no block size fits 32 MiB": {"q": jnp.zeros((1, 16, 512, 128))},
+    "no block size fits 48 MiB": {"q": jnp.zeros((1, 16, 512, 128))},
     "block size rows=2": {"block_sizes": BlockSizes(16, 128, 2)},
     "block size q=8": {"block_sizes": BlockSizes(8, 128, 1)},
     "block size k=64": {"block_sizes": BlockSizes(16, 64, 1)},

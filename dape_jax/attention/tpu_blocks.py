@@ -1,0 +1,174 @@
+"""The block sizes of the TPU kernels: those asked for, those tuned for a shape, or the largest that fit VMEM."""
+
+import functools
+import json
+from importlib import resources
+from typing import Any, NamedTuple
+
+from jax.experimental import pallas as pl
+
+from dape_jax.attention.arguments import Arrays, Spec
+from dape_jax.attention.blocks import BlockSizes
+from dape_jax.attention.target import MIB, Target
+from dape_jax.attention.tpu_plan import Plan, make_plan
+from dape_jax.attention.tpu_rows import LANES
+
+
+class Plans(NamedTuple):
+    """Of the two kernels of a call."""
+
+    forward: Plan
+    backward: Plan
+
+
+def make_plans(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> Plans:
+    """For a call without a ``misfit``."""
+
+    def plan(backward: bool) -> Plan:
+        chosen = _asked_for(blocks, backward) or choose(spec, arrays, target, backward)
+        assert chosen is not None, "the call was not checked"
+        return make_plan(spec, arrays, chosen, target)
+
+    return Plans(plan(False), plan(True))
+
+
+def _asked_for(blocks: BlockSizes | None, backward: bool) -> BlockSizes | None:
+    return blocks.backward or blocks if blocks is not None and backward else blocks
+
+
+def choose(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
+    """The tile of one kernel: from ``tpu_tuned.json`` if it has the device and the shape, else ``default_blocks``."""
+    blocks = _tuned(spec, arrays, target, backward)
+    if blocks is not None and _why_not(spec, arrays, blocks, target, backward) is None:
+        return blocks
+    return default_blocks(spec, arrays, target, backward)
+
+
+@functools.cache
+def _table() -> list[dict[str, Any]]:
+    return json.loads(resources.files("dape_jax.attention").joinpath("tpu_tuned.json").read_text())["tiles"]
+
+
+def shape_of(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> dict[str, Any]:
+    """What an entry of the table is for, besides the length."""
+    return {
+        "device_kind": target.device_kind,
+        "kernel": "backward" if backward else "forward",
+        "heads": spec.num_heads,
+        "head_dim": arrays.q.shape[3],
+        "dtype": str(arrays.q.dtype),
+        "width": None if spec.adapt is None else spec.adapt.width,
+    }
+
+
+def _tuned(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
+    """Of the longest sequences in the table that are not longer than these."""
+    adapt = spec.adapt
+    if arrays.k.shape[0] != spec.num_heads or (adapt is not None and (adapt.per_head or adapt.kernel_width > 1)):
+        return None  # these shapes are not tuned
+    shape, length = shape_of(spec, arrays, target, backward), arrays.k.shape[2]
+    fitting = [e for e in _table() if shape.items() <= e.items() and e["length"] <= length]
+    best = max(fitting, key=lambda e: e["length"], default=None)
+    return None if best is None else BlockSizes(q=best["block_q"], k=best["block_k"])
+
+
+def vmem_bytes(plan: Plan, backward: bool) -> int:
+    """Estimate of what a kernel holds at once: scratch, blocks in flight, temporaries."""
+    return _backward_vmem_bytes(plan) if backward else _forward_vmem_bytes(plan)
+
+
+def _forward_vmem_bytes(plan: Plan) -> int:
+    column = plan.tile_rows * LANES * 4
+    padded_d = pl.cdiv(plan.head_dim, LANES) * LANES
+    scratch = (plan.slabs + 3 + plan.needs_positions + plan.segments) * column
+    scratch += plan.heads * plan.block_q * padded_d * 4
+    if plan.tabled:
+        u = 0 if plan.spec.adapt is None else plan.spec.adapt.width
+        strip = plan.slabs * (u + _whole(plan.heads)) * 3 + plan.vectors * (2 * u + plan.rows.count)
+        scratch += 4 * LANES * (strip + 2 * plan.together * plan.slabs * plan.hidden_rows)
+    return scratch + _in_flight(plan, 1, 2) + _temporaries(plan)
+
+
+def _backward_vmem_bytes(plan: Plan) -> int:
+    padded_d = pl.cdiv(plan.head_dim, LANES) * LANES
+    column = plan.tile_rows * LANES * 4
+    scratch = (2 * plan.slabs + 2 + plan.needs_positions + plan.segments) * column
+    scratch += 2 * plan.kv_heads * plan.block_k * padded_d * 4 + plan.block_q * _lanes_of(plan, plan.heads) * 4
+    return scratch + _in_flight(plan, 2, 4) + _temporaries(plan)
+
+
+def _lanes_of(plan: Plan, heads: int) -> int:
+    return pl.cdiv(heads * plan.head_dim, LANES) * LANES
+
+
+def _in_flight(plan: Plan, of_queries: int, of_keys: int) -> int:
+    """Two buffers of every block that comes or goes."""
+    size = 4 if plan.exact else 2
+    blocks = of_queries * plan.block_q * _lanes_of(plan, plan.heads)
+    blocks += of_keys * plan.block_k * _lanes_of(plan, plan.kv_heads)
+    return 2 * blocks * size + 2 * 3 * plan.block_q * LANES * 4
+
+
+def _temporaries(plan: Plan) -> int:
+    """Of a group's bias and network, and their weights."""
+    adapt, rows = plan.spec.adapt, plan.rows
+    features = getattr(plan.spec.bias, "num_buckets", getattr(plan.spec.bias, "width", 0))
+    hidden = plan.group * features
+    weights = rows.count * hidden
+    if adapt is not None:
+        network = adapt.width * (rows.count if adapt.per_head else plan.group)
+        inputs = 2 * rows.count * (adapt.width if adapt.per_head else 1)
+        hidden += network * (1 if adapt.per_head else adapt.kernel_width)
+        weights += inputs * (network if not adapt.per_head else LANES) * adapt.kernel_width
+    return 4 * plan.block_k * (hidden * 3 + rows.count * 8) + 4 * weights * 4
+
+
+def _whole(n: int) -> int:
+    return pl.cdiv(n, 8) * 8
+
+
+def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
+    """The largest tile that fits, wide in keys, of at most 2,048 rows (query, head); None if none fits.
+
+    A causal mask wastes half a tile for each block of queries, so that the widest are for long sequences.
+    """
+    q_length, k_length = arrays.q.shape[2], arrays.k.shape[2]
+    halo = 0 if spec.adapt is None else spec.adapt.halo
+    most_q, most_k = pl.cdiv(q_length, 16) * 16, pl.cdiv(k_length + 2 * halo, LANES) * LANES
+    widths = (512, 256, 128) if backward or k_length < 4096 else (1024, 512, 256, 128)
+    for q in (128, 64, 32, 16):
+        for k in widths:
+            blocks = BlockSizes(q=min(q, most_q), k=min(k, most_k), rows=1)
+            if blocks.k > 2 * halo and q * spec.num_heads <= max(2048, 16 * spec.num_heads):
+                plan = make_plan(spec, arrays, blocks, target)
+                needed = vmem_bytes(plan, backward)
+                if plan.block_q % plan.group == 0 and needed <= target.vmem_budget:
+                    return blocks
+    return None
+
+
+def misfit(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target) -> str | None:
+    """Why the kernels cannot use these sizes; None if they can."""
+    for backward in (False, True):
+        asked_for = _asked_for(blocks, backward)
+        assert asked_for is not None
+        why = _why_not(spec, arrays, asked_for, target, backward)
+        if why is not None:
+            return why
+    return None
+
+
+def _why_not(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, backward: bool) -> str | None:
+    if blocks.rows != 1:
+        return f"block size rows={blocks.rows}: the TPU kernels take one batch row at a time; 1 is needed"
+    if blocks.q % 16:
+        return f"block size q={blocks.q}: a multiple of 16 is needed by the TPU kernels"
+    halo = 0 if spec.adapt is None else spec.adapt.halo
+    if blocks.k % LANES or blocks.k <= 2 * halo:
+        return f"block size k={blocks.k}: a multiple of {LANES} above {2 * halo} is needed by the TPU kernels"
+    needed = vmem_bytes(make_plan(spec, arrays, blocks, target), backward)
+    if needed > target.vmem_budget:
+        kernel = "backward" if backward else "forward"
+        sizes = f"block sizes q={blocks.q}, k={blocks.k} need about {needed / MIB:.0f} MiB of VMEM in the {kernel}"
+        return f"{sizes} for these shapes; at most {target.vmem_budget / MIB:.0f} MiB are to be used"
+    return None

@@ -1,0 +1,197 @@
+"""The forward's logits where the bias is a function of distance and positions are consecutive, from tables.
+
+With u(d) = W1_B B(d) + b1 the bias's share of the hidden layer at distance d, and A(0, d) the logit at S = 0,
+
+    A(S, d) = S + A(0, d) + W2 [phi(W1_S S + u(d)) - phi(u(d))],      phi the LeakyReLU.
+
+u and A(0, .) are tables over distance, made outside in float32, so only S passes the matrix unit. The bracket is no
+larger than W1_S S: one bfloat16 pass over it is enough at any distance, where the hidden layer itself grows with the
+distance and would lose what the softmax needs. S enters as a high and a low part, stacked, still one pass.
+
+A row of a tile needs the table's entries of its own distances, and the next row those of the next distances. Along
+lanes that would be a rotation for every row. So keys are dealt to a tile's slabs of 128 lanes in turn: key S l + n lies
+at lane l of slab n. The entries of one query and slab are then those of the next query and the next slab, and a tile of
+Q queries needs Q + S - 1 vectors, each rotated once a tile, instead of Q S. ``deal`` puts the keys in that order.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dape_jax import adapt as adapt_lib
+from dape_jax import biases
+from dape_jax.attention import tpu_rows
+from dape_jax.attention.arguments import Arrays, Spec
+from dape_jax.attention.tpu_plan import Plan
+from dape_jax.attention.tpu_rows import LANES
+
+
+class Tables(NamedTuple):
+    """Operands of the kernel.
+
+    Attributes:
+      strip: float32 [S, D + H, entries / S], D and H padded to 8: u and A(0, .) at distance ``origin - (S m + n)`` in
+        lane m of slab n; None without a bias.
+      hidden: float32 [G D, 128], b1, where there is no bias; else None.
+      w1: [G D, G H or 2 G H], w2: [G H, G D], block-diagonal; None without a network that reads S.
+    """
+
+    strip: Any
+    hidden: Any
+    w1: Any
+    w2: Any
+
+
+EMPTY = Tables(None, None, None, None)
+
+
+def reads_logits(spec: Spec) -> bool:
+    return spec.adapt is not None and spec.adapt.variant != "bias_only"
+
+
+def make(plan: Plan, arrays: Arrays) -> Tables:
+    spec, rows = plan.spec, plan.rows
+    params = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.adapt_params.items() if name != "b2"}
+    strip, hidden, w1, w2 = EMPTY
+    if spec.bias is not None:
+        distance = plan.origin - jnp.arange(plan.entries, dtype=jnp.int32)
+        distance = jnp.maximum(distance, 0) if spec.causal else jnp.abs(distance)
+        bias = biases.bias_table(spec.bias, arrays.bias_params, spec.num_heads, distance)[:, None]
+        terms = adapt_lib.bias_terms(spec.adapt, params, bias)
+        at_zero = adapt_lib.adapt_logits(spec.adapt, params, jnp.zeros_like(bias)[:, None], terms)
+        parts = [at_zero] if terms.hidden is None or not reads_logits(spec) else [terms.hidden, at_zero]
+        strip = jnp.concatenate([_whole_rows(x[:, 0, 0]) for x in parts])
+        strip = jnp.moveaxis(strip.reshape(strip.shape[0], -1, plan.slabs), 2, 0)
+    elif spec.adapt is not None:
+        hidden = jnp.broadcast_to(jnp.tile(params["b1"], plan.group)[:, None], (plan.group * spec.adapt.width, LANES))
+    if reads_logits(spec):
+        w1 = params["w1"][0, : spec.num_heads]  # where it reads S + B, the same rows serve S
+        dtype = jnp.float32 if plan.exact else jnp.bfloat16
+        w1 = tpu_rows.diagonal(rows, w1.T[:, None]).astype(dtype)
+        w1 = w1 if plan.exact else jnp.concatenate([w1, w1], axis=1)
+        w2 = tpu_rows.diagonal(rows, params["w2"][0].T[:, None]).astype(dtype)
+    return Tables(strip, hidden, w1, w2)
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, [(0, -x.shape[0] % 8), (0, 0)])
+
+
+def deal(plan: Plan, x: jax.Array, axis: int = 1) -> jax.Array:
+    """Deals the keys of each block to its slabs in turn."""
+    shape = x.shape
+    x = x.reshape(*shape[:axis], plan.k_blocks, LANES, plan.slabs, *shape[axis + 1 :])
+    return jnp.swapaxes(x, axis + 1, axis + 2).reshape(shape)
+
+
+class Strip(NamedTuple):
+    """Scratch, float32, None where not needed.
+
+    ``fetched`` [S, rows, 384], part of ``Tables.strip``. Vector t belongs to the query and slab n with Q - 1 - query
+    + n = t: ``hidden`` [t, D, 128], u, and ``active``, phi(u). ``logits`` [t, G H, 128], A(0, .), holds a whole group,
+    whose first query has the place t.
+    """
+
+    fetched: Any
+    hidden: Any
+    active: Any
+    logits: Any
+    semaphore: Any
+
+
+def scratch(plan: Plan) -> Strip:
+    if not plan.tabled or plan.spec.bias is None:
+        return Strip(None, None, None, None, None)
+    adapt = plan.spec.adapt
+    width = adapt.width if adapt is not None and reads_logits(plan.spec) else 0
+    hidden = pltpu.VMEM((plan.vectors, width, LANES), jnp.float32) if width else None
+    return Strip(
+        pltpu.VMEM((plan.slabs, width + _whole(plan.heads), 3 * LANES), jnp.float32),
+        hidden,
+        hidden,
+        pltpu.VMEM((plan.vectors + plan.group - 1, plan.rows.count, LANES), jnp.float32),
+        pltpu.SemaphoreType.DMA,
+    )
+
+
+def _whole(n: int) -> int:
+    return -(-n // 8) * 8
+
+
+def fetch(plan: Plan, tables: Any, strip: Strip, i: Any, j: Any) -> tuple[Any, Any]:
+    """Starts to fetch the strip of a tile; returns the copy and the place in the strip where the tile begins."""
+    start = plan.strip_start(i, j)
+    first = jax.lax.div(start, plan.block_k)
+    at = pl.ds(pl.multiple_of(first * LANES, LANES), 3 * LANES)
+    copy = pltpu.make_async_copy(tables.strip.at[:, :, at], strip.fetched, strip.semaphore)
+    copy.start()
+    return copy, start - first * plan.block_k
+
+
+def expand(plan: Plan, strip: Strip, begin: Any) -> None:
+    """The vectors of a tile from what was fetched."""
+    width = 0 if strip.hidden is None else strip.hidden.shape[1]
+
+    lane = jax.lax.div(begin, plan.slabs)  # the tile begins at phase 0: block_q is a multiple of the slabs
+
+    def vector(t: Any, n: int, lane: Any, slab: Any) -> None:
+        """Vector t, of phase n, which begins at a lane of a slab of what was fetched."""
+        one, two = (strip.fetched[n, :, pl.ds(pl.multiple_of((slab + m) * LANES, LANES), LANES)] for m in range(2))
+        here = jax.lax.broadcasted_iota(jnp.int32, one.shape, 1) >= lane
+        x = pltpu.roll(jnp.where(here, one, two), jax.lax.rem(LANES - lane, LANES), axis=1)
+        if width:
+            strip.hidden[t] = x[:width]
+            strip.active[t] = _leaky(x[:width])
+        for query in range(plan.group):
+            strip.logits[t + query, query * plan.heads : (query + 1) * plan.heads, :] = x[width : width + plan.heads]
+
+    def vectors(m: Any, _: None) -> None:
+        for n in range(plan.slabs):
+            vector(m * plan.slabs + n, n, lane + m, 0)
+
+    whole = plan.block_q // plan.slabs
+    jax.lax.fori_loop(0, whole, vectors, None)
+    # The last few may begin at the next slab.
+    next_slab = jax.lax.div(lane + whole, LANES)
+    for n in range(plan.slabs - 1):
+        vector(plan.block_q + n, n, lane + whole - next_slab * LANES, next_slab)
+
+
+def _place(plan: Plan, g: Any, slab: int) -> Any:
+    """The vector of a group's first query."""
+    return plan.block_q - 1 - g * plan.group + slab
+
+
+def logits_at_zero(plan: Plan, strip: Strip, g: Any, slab: int) -> jax.Array:
+    """A(0, .) of group g and a slab of keys, [R, 128]."""
+    return strip.logits[_place(plan, g, slab)]
+
+
+def hidden(plan: Plan, tables: Tables, strip: Strip, each: list[jax.Array], g: Any, slab: int) -> list[jax.Array]:
+    """What W2 is applied to, for group g and a few slabs from ``slab`` on: [G D, 128] each, from S [R, 128].
+
+    phi(W1_S S + u) - phi(u); without a bias phi(W1_S S + b1), since there is no A(0, .) that holds the rest.
+    """
+    s = jnp.concatenate(each, axis=1)
+    x = s
+    if not plan.exact:
+        high = s.astype(jnp.bfloat16).astype(jnp.float32)
+        x = jnp.concatenate([high, s - high]).astype(jnp.bfloat16)
+    y = tpu_rows.product(tables.w1, x, (1, 0), plan.exact)
+    results = []
+    for n in range(len(each)):
+        y_n = y[:, n * LANES : (n + 1) * LANES]
+        if strip.hidden is None:
+            results.append(_leaky(y_n + tables.hidden))
+        else:
+            at = [_place(plan, g, slab + n) - query for query in range(plan.group)]
+            u, active = (jnp.concatenate([ref[t] for t in at]) for ref in (strip.hidden, strip.active))
+            results.append(_leaky(y_n + u) - active)
+    return results
+
+
+def _leaky(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x, adapt_lib.SLOPE * x)
