@@ -84,7 +84,7 @@ def test_sharded_attention_equals_one_device(backend):
     assert not np.any(got[1][4]["b2"]) or backend == "reference"
 
 
-@pytest.mark.parametrize("backend", ["blockwise", "reference", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["blockwise", "reference", *KERNELS])
 @pytest.mark.parametrize(
     ("bias", "adapt"), [(ALiBi(), None), (FIRE(width=4), Adapt(width=3, per_head=True)), (None, None)], ids=repr
 )
@@ -97,7 +97,7 @@ def test_split_heads_equal_one_device(backend, bias, adapt):
 
     def attend(**axes):
         def f(q, k, v, bias_params, adapt_params):
-            with compile_for("interpret") if backend == "pallas_tpu" else contextlib.nullcontext():
+            with compile_for("interpret") if backend.startswith("pallas") else contextlib.nullcontext():
                 return dape_attention(
                     q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
                     backend=backend, **axes,
