@@ -39,7 +39,7 @@ def _dape_jax(order: dict[str, Any]) -> dict[str, Any]:
         out, vjp = jax.vjp(attend, inputs)
         return {"out": out, **vjp(cotangent)[0]}
 
-    arrays = _inputs(order["length"])
+    arrays = inputs(order["length"])
     arrays |= {"w1": arrays["w1"][None], "w2": arrays["w2"][None]}
     arrays = jax.tree.map(jax.numpy.asarray, arrays)
     cotangent = arrays.pop("cotangent")
@@ -62,7 +62,7 @@ def _torch(order: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(order["threads"])
     base = _peak()
-    arrays = {name: torch.from_numpy(x) for name, x in _inputs(order["length"]).items()}
+    arrays = {name: torch.from_numpy(x) for name, x in inputs(order["length"]).items()}
     cotangent = arrays.pop("cotangent")
     length = order["length"]
 
@@ -135,7 +135,7 @@ def _training_step(order: dict[str, Any]) -> dict[str, Any]:
     return {"first_call_s": first, "times_s": times}
 
 
-def _inputs(length: int) -> dict[str, Any]:
+def inputs(length: int) -> dict[str, Any]:
     """The same numbers for every contender: q, k, v and cotangent [1, T, H, d], Kerple's p and a [H], the network."""
     import numpy as np
 

@@ -10,6 +10,7 @@ from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, UserError, dape_attention, s
 from dape_jax.attention import compile_for
 from dape_jax.nn import TransformerConfig
 from dape_jax.training import step
+from tests.attention.cases import KERNELS
 from tests.conftest import relative_error
 
 MODEL = TransformerConfig(
@@ -51,7 +52,7 @@ def test_a_width_that_does_not_split_is_named():
         sharding.tree_sharding(sharding.make_mesh(1, 8), {"head": {"kernel": jnp.zeros((12, 5))}})
 
 
-@pytest.mark.parametrize("backend", ["blockwise", "reference", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["blockwise", "reference", *KERNELS])
 def test_sharded_attention_equals_one_device(backend):
     """Outputs, and gradients of replicated parameters summed exactly once."""
     bias, adapt = KerpleLog(), Adapt(width=8)
@@ -62,7 +63,7 @@ def test_sharded_attention_equals_one_device(backend):
 
     def attend(batch_axes):
         def f(q, k, v, bias_params, adapt_params):
-            with compile_for("interpret") if backend == "pallas_tpu" else contextlib.nullcontext():
+            with compile_for("interpret") if backend.startswith("pallas") else contextlib.nullcontext():
                 return dape_attention(
                     q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
                     k_valid=k_valid, backend=backend, batch_axes=batch_axes,
@@ -83,7 +84,7 @@ def test_sharded_attention_equals_one_device(backend):
     assert not np.any(got[1][4]["b2"]) or backend == "reference"
 
 
-@pytest.mark.parametrize("backend", ["blockwise", "reference", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["blockwise", "reference", *KERNELS])
 @pytest.mark.parametrize(
     ("bias", "adapt"), [(ALiBi(), None), (FIRE(width=4), Adapt(width=3, per_head=True)), (None, None)], ids=repr
 )
@@ -96,7 +97,7 @@ def test_split_heads_equal_one_device(backend, bias, adapt):
 
     def attend(**axes):
         def f(q, k, v, bias_params, adapt_params):
-            with compile_for("interpret") if backend == "pallas_tpu" else contextlib.nullcontext():
+            with compile_for("interpret") if backend.startswith("pallas") else contextlib.nullcontext():
                 return dape_attention(
                     q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
                     backend=backend, **axes,

@@ -14,15 +14,17 @@ from jax.sharding import PartitionSpec
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
 from dape_jax.attention import blocks as blocks_lib
-from dape_jax.attention import blockwise, reference, tpu
+from dape_jax.attention import blockwise, gpu, reference, tpu
 from dape_jax.attention import target as target_lib
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.errors import UserError, nearest
 
 _log = logging.getLogger(__name__)
 
-BACKENDS = ("pallas_tpu", "blockwise", "reference")
-"""In the order in which "auto" tries them; the first only on TPU."""
+BACKENDS = ("pallas_tpu", "pallas_gpu", "blockwise", "reference")
+"""In the order in which "auto" tries them; the kernels only on their platform."""
+
+_KERNELS = {"pallas_tpu": ("tpu", "TPU", tpu), "pallas_gpu": ("gpu", "GPU", gpu)}
 
 
 def dape_attention(
@@ -67,7 +69,7 @@ def dape_attention(
       k_valid: bool [B, Tk]; False marks padding, which nobody attends to.
       scale: of q k^T; default d ** -0.5.
       backend: "auto", or one of ``BACKENDS``, which is then used or refused, never replaced.
-      block_sizes: tile of the blockwise or TPU backend; by default chosen from the shapes.
+      block_sizes: tile of the backends other than the reference; by default chosen from the shapes.
       batch_axes: axes of the ambient mesh (``jax.set_mesh``) over which the batch is split. The attention then runs
         inside ``jax.shard_map``, each device on its own rows, with gradients of parameters summed once.
       head_axes: axes of the ambient mesh over which the heads are split, for attention that does not mix them: without
@@ -104,26 +106,29 @@ def choose_backend(
     target = target_lib.current()
     if backend == "auto":
         chosen = "blockwise"
-        if target.platform == "tpu" and not target.interpret:
-            why = None if call is None else tpu.refusal(*call, block_sizes, target)
-            chosen = "pallas_tpu" if why is None else chosen
-            if why is not None:
-                _log_once(f"attention backend pallas_tpu cannot serve this call: {why}")
+        for name, (platform, _, kernels) in _KERNELS.items():
+            if platform == target.platform:
+                why = None if call is None else kernels.refusal(*call, block_sizes, target)
+                chosen = name if why is None else chosen
+                if why is not None:
+                    _log_once(f"attention backend {name} cannot serve this call: {why}")
         _log_once(f"attention backend: {chosen} (auto, {target.platform})")
         return chosen
     if backend not in BACKENDS:
         raise UserError(f"attention backend={backend!r} is unknown{nearest(backend, ('auto', *BACKENDS))}")
     if backend == "reference" and block_sizes is not None:
         raise UserError("block_sizes: the reference backend has no blocks; leave it None or use backend='blockwise'")
-    if backend == "pallas_tpu":
-        if target.platform != "tpu":
+    if backend in _KERNELS:
+        platform, device, kernels = _KERNELS[backend]
+        if target.platform not in (platform, "interpret"):
             raise UserError(
-                f"attention backend='pallas_tpu' needs a TPU, and JAX runs on {target.platform}; "
-                "use 'auto' or 'blockwise', or compile for a TPU with dape_jax.attention.compile_for('tpu')"
+                f"attention backend={backend!r} needs a {device}, and JAX runs on {target.platform}; "
+                f"use 'auto' or 'blockwise', or compile for a {device} with "
+                f"dape_jax.attention.compile_for({platform!r})"
             )
-        why = None if call is None else tpu.refusal(*call, block_sizes, target)
+        why = None if call is None else kernels.refusal(*call, block_sizes, target)
         if why is not None:
-            raise UserError(f"attention backend='pallas_tpu': {why}; use 'auto' or 'blockwise'")
+            raise UserError(f"attention backend={backend!r}: {why}; use 'auto' or 'blockwise'")
     return backend
 
 
@@ -155,8 +160,8 @@ def _log_once(message: str) -> None:
 def _run(spec: Spec, backend: str, block_sizes: blocks_lib.BlockSizes | None, arrays: Arrays) -> jax.Array:
     if backend == "reference":
         return reference.attend(spec, arrays)
-    if backend == "pallas_tpu":
-        return tpu.attend(spec, arrays, block_sizes, target_lib.current())
+    if backend in _KERNELS:
+        return _KERNELS[backend][2].attend(spec, arrays, block_sizes, target_lib.current())
     _, batch, q_length, _ = arrays.q.shape
     if block_sizes is None:
         block_sizes = blocks_lib.heuristic(batch, q_length, arrays.k.shape[2], jax.default_backend())

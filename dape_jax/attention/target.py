@@ -16,12 +16,15 @@ _WIDE_MXU = ("TPU v6 lite", "TPU v6e", "TPU7x")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """``platform``: "tpu", "gpu", "cpu"; ``device_kind`` as JAX names it; ``interpret``: Pallas kernels as JAX
-    operations, on any platform."""
+    """``platform``: "tpu", "gpu", "cpu", or "interpret", Pallas kernels as JAX operations, on any platform;
+    ``device_kind`` as JAX names it."""
 
     platform: str
     device_kind: str
-    interpret: bool = False
+
+    @property
+    def interpret(self) -> bool:
+        return self.platform == "interpret"
 
     @property
     def vmem_limit(self) -> int:
@@ -55,13 +58,15 @@ def compile_for(platform: str, device_kind: str = "") -> Iterator[None]:
     """Within the context ``dape_attention`` is traced for another machine than this one.
 
     Args:
-      platform: "tpu", to compile ahead of time on a machine without one; or "interpret", to run the Pallas kernels as
-        ordinary JAX operations, slowly, for tests. What was traced and cached outside the context is not traced again.
-      device_kind: such as "TPU v5 lite", as ``jax.Device.device_kind`` has it; decides how much fits.
+      platform: "tpu" or "gpu", to compile ahead of time on a machine without one; or "interpret", to run the Pallas
+        kernels of either as ordinary JAX operations, slowly, for tests. What was traced and cached outside the context
+        is not traced again.
+      device_kind: such as "TPU v5 lite", as ``jax.Device.device_kind`` has it; decides how much fits on a TPU.
     """
-    if platform not in ("tpu", "interpret"):
-        raise UserError(f"compile_for platform={platform!r} is unknown{nearest(platform, ('tpu', 'interpret'))}")
-    token = _chosen.set(Target("tpu", device_kind, interpret=platform == "interpret"))
+    platforms = ("tpu", "gpu", "interpret")
+    if platform not in platforms:
+        raise UserError(f"compile_for platform={platform!r} is unknown{nearest(platform, platforms)}")
+    token = _chosen.set(Target(platform, device_kind))
     try:
         yield
     finally:

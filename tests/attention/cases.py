@@ -17,8 +17,9 @@ ADAPTS = [None, Adapt(width=8), Adapt("concat", width=8), Adapt("add_residual", 
           Adapt(width=16, kernel_width=3), Adapt("bias_only", width=8)]  # fmt: skip
 CONVOLVING = [Adapt("concat", width=4, kernel_width=5), Adapt("add_residual", width=4, kernel_width=3),
               Adapt("bias_only", width=4, kernel_width=3), Adapt(width=4, per_head=True, kernel_width=3)]  # fmt: skip
-KERNELS = pytest.param("pallas_tpu", marks=pytest.mark.slow)  # interpreted; test_pallas_tpu.py has the fast tests
-TILED = ["blockwise", KERNELS]
+# Interpreted; test_pallas_tpu.py and test_pallas_gpu.py have the fast tests.
+KERNELS = [pytest.param(name, marks=pytest.mark.slow) for name in ("pallas_tpu", "pallas_gpu")]
+TILED = ["blockwise", *KERNELS]
 EVERY = [*TILED, "reference"]
 
 
@@ -34,13 +35,16 @@ def make(batch, q_length, k_length, heads, kv_heads, d, bias, adapt, dtype=jnp.f
 
 
 def attend(backend, *arrays, blocks=None, kernel_blocks=None, bias=None, adapt=None, **kwargs):
-    """``dape_attention`` of (q, k, v, bias_params, adapt_params); the TPU kernels interpreted, in small tiles.
+    """``dape_attention`` of (q, k, v, bias_params, adapt_params); the kernels interpreted, in small tiles.
 
     ``blocks`` are the blockwise backend's; the kernels take their smallest where any are given, or ``kernel_blocks``.
     """
+    if backend == "pallas_gpu" and adapt is not None and adapt.kernel_width > 1:
+        pytest.skip("DAPE V2 has no GPU kernels; they refuse it by name")
     q, k, v, bias_params, adapt_params = arrays
-    sizes = {"blockwise": blocks, "pallas_tpu": kernel_blocks or (blocks and BlockSizes(q=16, k=128, rows=1))}
-    with compile_for("interpret") if backend == "pallas_tpu" else contextlib.nullcontext():
+    smallest = {"pallas_tpu": BlockSizes(q=16, k=128, rows=1), "pallas_gpu": BlockSizes(q=16, k=16, rows=1)}
+    sizes = {"blockwise": blocks, **{name: kernel_blocks or (blocks and size) for name, size in smallest.items()}}
+    with compile_for("interpret") if backend in smallest else contextlib.nullcontext():
         return dape_attention(
             q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
             backend=backend, block_sizes=sizes.get(backend), **kwargs,

@@ -45,7 +45,7 @@ def load(path):
 SMALL = BlockSizes(q=8, k=16, rows=1)
 CASES = [
     pytest.param(path, backend, blocks, id=f"{path.stem}-{backend}-{'small' if blocks else 'default'}",
-                 marks=pytest.mark.slow if backend == "pallas_tpu" else ())
+                 marks=pytest.mark.slow if backend.startswith("pallas") else ())
     for path in FILES
     for backend in BACKENDS
     for blocks in (None, SMALL)

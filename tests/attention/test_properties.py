@@ -199,9 +199,11 @@ def property_of(examples: int):
 
 
 def programs(first: int, count: int, kernels: int = 0):
-    """Random programs: ``count`` of the blockwise backend, ``kernels`` of the TPU kernels, in float32."""
+    """Random programs: ``count`` of the blockwise backend, ``kernels`` of each platform's kernels, in float32."""
     made = [random_program(seed, "blockwise") for seed in range(first, first + count)]
-    interpreted = [random_program(seed, "pallas_tpu") for seed in range(first, first + kernels)]
+    seeds = range(first, first + kernels)
+    interpreted = [random_program(seed, backend) for backend in ("pallas_tpu", "pallas_gpu") for seed in seeds]
+    interpreted = [p for p in interpreted if p.backend == "pallas_tpu" or p.adapt is None or p.adapt.halo == 0]
     made += [dataclasses.replace(p, dtype=jnp.float32, param_dtype=jnp.float32) for p in interpreted]
     return pytest.mark.parametrize("program", [pytest.param(p, id=f"{p.backend}-{p}") for p in made])
 

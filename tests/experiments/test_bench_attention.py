@@ -49,7 +49,7 @@ def test_what_is_timed_is_the_formula(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     figures = json.loads(subprocess.run(line, capture_output=True, text=True, check=True, env=environment).stdout)
     assert len(figures["times_s"]) == 1
-    x = contenders._inputs(20)
+    x = contenders.inputs(20)
     adapt_params = {"w1": x["w1"][None], "b1": x["b1"], "w2": x["w2"][None], "b2": x["b2"]}
     want = oracle(
         *(x[name] for name in "qkv"), bias=KerpleLog(), bias_params={"p": x["p"], "a": x["a"]}, adapt=Adapt(width=32),
