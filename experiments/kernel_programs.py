@@ -64,7 +64,10 @@ def dape(order: dict[str, Any], device: Any) -> dict[str, Any]:
         kernels = _compile(both, shapes, device)
         spec, arrays = _checked(shapes[0], bias, adapt)
         plans = tpu_blocks.make_plans(spec, arrays, blocks, target.current())
-    plan_of = {NAMES["forward"]: plans.forward, NAMES["backward"]: plans.backward}
+    plan_of = {
+        NAMES["forward"]: plans.saving if order["backward"] else plans.forward,
+        NAMES["backward"]: plans.backward,
+    }
     tiles, notes = {}, []
     for name, grid in kernels.items():
         if name in plan_of:

@@ -63,7 +63,7 @@ def _attend_fwd(plans: Plans, target: Target, arrays: Arrays) -> tuple[jax.Array
     # Rounding the output that the backward reads makes each row of logit gradients sum to a little more or less than
     # zero, which the gradients of parameters, sums over all rows, would show: 2 to 4 % for FIRE's.
     dtype = jnp.dtype(jnp.float32) if arrays.bias_params or arrays.adapt_params else arrays.q.dtype
-    out, lse = _forward(plans.forward, target, arrays, dtype)
+    out, lse = _forward(plans.saving, target, arrays, dtype)
     lse = lse[:, : arrays.q.shape[2]]
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
     out = checkpoint_name(_heads_first(out, arrays.q), "dape_attention_out")

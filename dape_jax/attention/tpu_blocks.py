@@ -15,21 +15,20 @@ from dape_jax.attention.tpu_rows import LANES
 
 
 class Plans(NamedTuple):
-    """Of the two kernels of a call."""
+    """Of a call: of the forward alone, of one that a backward follows, and of the backward."""
 
     forward: Plan
+    saving: Plan
     backward: Plan
 
 
 def make_plans(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> Plans:
     """For a call without a ``misfit``."""
 
-    def plan(backward: bool) -> Plan:
-        chosen = _asked_for(blocks, backward) or choose(spec, arrays, target, backward)
-        assert chosen is not None, "the call was not checked"
-        return make_plan(spec, arrays, chosen, target)
-
-    return Plans(plan(False), plan(True))
+    tiles = [_asked_for(blocks, backward) or choose(spec, arrays, target, backward) for backward in (False, True)]
+    forward, backward = (tile for tile in tiles if tile is not None)
+    of = functools.partial(make_plan, spec, arrays, target=target)
+    return Plans(of(forward, saving=False), of(forward, saving=True), of(backward, saving=True))
 
 
 def _asked_for(blocks: BlockSizes | None, backward: bool) -> BlockSizes | None:
@@ -72,9 +71,10 @@ def _tuned(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockS
     return None if best is None else BlockSizes(q=best["block_q"], k=best["block_k"])
 
 
-def vmem_bytes(plan: Plan, backward: bool) -> int:
+def vmem_bytes(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, backward: bool) -> int:
     """Estimate of what a kernel holds at once: scratch, blocks in flight, temporaries."""
-    return _backward_vmem_bytes(plan) if backward else _forward_vmem_bytes(plan)
+    alone, saving = (make_plan(spec, arrays, blocks, target, saving) for saving in (False, True))
+    return _backward_vmem_bytes(saving) if backward else max(map(_forward_vmem_bytes, (alone, saving)))
 
 
 def _forward_vmem_bytes(plan: Plan) -> int:
@@ -140,9 +140,9 @@ def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -
         for k in widths:
             blocks = BlockSizes(q=min(q, most_q), k=min(k, most_k), rows=1)
             if blocks.k > 2 * halo and q * spec.num_heads <= max(2048, 16 * spec.num_heads):
-                plan = make_plan(spec, arrays, blocks, target)
-                needed = vmem_bytes(plan, backward)
-                if plan.block_q % plan.group == 0 and needed <= target.vmem_budget:
+                group = make_plan(spec, arrays, blocks, target, saving=False).group
+                needed = vmem_bytes(spec, arrays, blocks, target, backward)
+                if blocks.q % group == 0 and needed <= target.vmem_budget:
                     return blocks
     return None
 
@@ -166,7 +166,7 @@ def _why_not(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, bac
     halo = 0 if spec.adapt is None else spec.adapt.halo
     if blocks.k % LANES or blocks.k <= 2 * halo:
         return f"block size k={blocks.k}: a multiple of {LANES} above {2 * halo} is needed by the TPU kernels"
-    needed = vmem_bytes(make_plan(spec, arrays, blocks, target), backward)
+    needed = vmem_bytes(spec, arrays, blocks, target, backward)
     if needed > target.vmem_budget:
         kernel = "backward" if backward else "forward"
         sizes = f"block sizes q={blocks.q}, k={blocks.k} need about {needed / MIB:.0f} MiB of VMEM in the {kernel}"

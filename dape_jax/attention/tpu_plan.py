@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from dape_jax import biases
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import Target
 from dape_jax.attention.tpu_rows import LANES, Rows
+
+_SMALL_AT_ANY_DISTANCE = (biases.KerpleLog, biases.T5Bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Plan:
       segments: whether there are segment ids.
       padding: whether some key block may hold keys that nobody may attend to.
       first_query: position of the first query, where positions are consecutive.
+      saving: whether a backward follows.
     """
 
     spec: Spec
@@ -46,6 +50,7 @@ class Plan:
     segments: bool
     padding: bool
     first_query: int
+    saving: bool
 
     @property
     def heads(self) -> int:
@@ -85,7 +90,10 @@ class Plan:
             return True
         tiles = self.block_k % self.block_q == 0 and self.block_q % self.slabs == 0
         rows = adapt is None or adapt.width % 8 == 0
-        return self.spec.consecutive and bias.distance_only and tiles and rows
+        # The backward computes the logits anew, without tables. Where they are large, what it rounds differently would
+        # be a difference in its probabilities, so that it must follow a forward that rounds alike.
+        alike = not self.saving or adapt is None or isinstance(bias, _SMALL_AT_ANY_DISTANCE)
+        return self.spec.consecutive and bias.distance_only and tiles and rows and alike
 
     @property
     def together(self) -> int:
@@ -144,7 +152,7 @@ def row_index(b: Any, block: Any, blocks: int, differ: bool) -> Any:
     return b * blocks + block if differ else block
 
 
-def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target) -> Plan:
+def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, saving: bool) -> Plan:
     """``blocks.k`` counts the keys of a tile with their halo."""
     q_length, d = arrays.q.shape[2:]
     kv_heads, _, k_length, _ = arrays.k.shape
@@ -168,6 +176,7 @@ def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target) ->
         segments=arrays.q_segments is not None,
         padding=arrays.k_valid is not None or k_length % own > 0 or halo > 0,
         first_query=k_length - q_length,
+        saving=saving,
     )
 
 
