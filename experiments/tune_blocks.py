@@ -30,6 +30,7 @@ from dape_jax.evaluation.report import write_json
 from experiments import command
 from experiments.compiled_cost import compile_order, describe
 from experiments.kernel_programs import MODELS, NAMES, TOPOLOGIES
+from experiments.tuned_table import Tile, best_entries, causal_cycles, merged
 
 _BY = flags.DEFINE_enum("by", "static", ["static", "time"], "What is compared: the compiler's schedule, or time.")
 _TARGETS = flags.DEFINE_string("targets", "v5e,v6e", f"Comma-separated, of {', '.join(TOPOLOGIES)}.")
@@ -42,7 +43,6 @@ _TABLE = Path(__file__).parent.parent / "dape_jax" / "attention" / "tpu_tuned.js
 _OUTPUT = flags.DEFINE_string("output", str(_TABLE), "Path of the table.")
 _USAGE = "python -m experiments.tune_blocks [--by=static] [--targets=v5e,v6e] [--models=125M] [--widths=32]"
 _CALLS = 7
-Tile = tuple[int, int]
 
 
 def main(_: list[str]) -> None:
@@ -55,14 +55,16 @@ def main(_: list[str]) -> None:
     output = Path(_OUTPUT.value).expanduser()
     if not output.parent.is_dir():
         raise UserError(f"--output={output}: there is no folder {output.parent}")
-    old = json.loads(output.read_text())["tiles"] if output.exists() else []
+    try:
+        old = json.loads(output.read_text())["tiles"] if output.exists() else []
+    except (ValueError, KeyError, OSError) as e:
+        raise UserError(f"--output={output}: is no table of tiles; give another path, or remove it") from e
     shapes = [(model, width) for model in models for width in widths]
     if _BY.value == "static":
         entries = _static(command.names("targets", _TARGETS.value, TOPOLOGIES), shapes, lengths, tiles)
     else:
         entries = _timed(shapes, lengths, tiles)
-    kept = [e for e in old if _key(e) not in {_key(new) for new in entries}]
-    write_json({"tiles": sorted([*kept, *entries], key=lambda e: json.dumps(_key(e)))}, output)
+    write_json({"tiles": merged(old, entries)}, output)
     for e in entries:
         shape = f"{e['device_kind']}, {e['heads']} heads of {e['head_dim']}, D {e['width']}, length {e['length']}"
         print(f"{shape}: {e['kernel']} {e['block_q']} x {e['block_k']}")
@@ -74,24 +76,6 @@ def _tiles(flag: str, value: str) -> list[Tile]:
         return [(int(q), int(k)) for q, k in (tile.split("x") for tile in value.split(","))]
     except ValueError:
         raise UserError(f"--{flag}={value}: tiles such as 128x512, separated by commas, are needed") from None
-
-
-def _key(entry: dict[str, Any]) -> tuple:
-    return tuple(entry[k] for k in ("device_kind", "kernel", "heads", "head_dim", "dtype", "width", "length"))
-
-
-def _entries(kind: str, shape: tuple[str, int], by: str, figures: dict[tuple[str, int], dict[Tile, float]]) -> list:
-    """The best tile of each kernel and length, from what is to be small for each tile."""
-    model, width = shape
-    heads, head_dim = MODELS[model]
-    entries = []
-    for (kernel, length), figure_of in figures.items():
-        (q, k), figure = min(figure_of.items(), key=lambda x: x[1])
-        entries.append({
-            "device_kind": kind, "kernel": kernel, "heads": heads, "head_dim": head_dim, "dtype": "bfloat16",
-            "width": width, "length": length, "block_q": q, "block_k": k, "figure": figure, "by": by,
-        })  # fmt: skip
-    return entries
 
 
 # By the static schedule -----------------------------------------------------------------------------------------------
@@ -123,7 +107,7 @@ def _static(targets: list[str], shapes: list, lengths: list[int], tiles: dict[st
             for length in lengths
             if (t, s) == (target, shape)
         }
-        entries += _entries(_device_kind(target), shape, f"cycles of the static schedule, {versions}", figures)
+        entries += best_entries(_device_kind(target), shape, f"cycles of the static schedule, {versions}", figures)
     return entries
 
 
@@ -135,17 +119,6 @@ def _versions() -> str:
 
 def _device_kind(target: str) -> str:
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target]).devices[0].device_kind
-
-
-def causal_cycles(length: int, tile: Tile, cost: dict[str, float]) -> float:
-    """Cycles of a causal call: of the tiles that the mask leaves, those that it cuts at their own cost."""
-    q, k = tile
-    whole = cut = 0
-    for first in range(0, length, q):
-        needed = -(-min(length, first + q) // k)
-        within = (first + 1) // k  # tiles whose last key is no later than the first query
-        whole, cut = whole + within, cut + needed - within
-    return q * k * (whole * cost["interior"] + cut * cost["diagonal"])
 
 
 # By time --------------------------------------------------------------------------------------------------------------
@@ -162,7 +135,7 @@ def _timed(shapes: list, lengths: list[int], tiles: dict[str, list[Tile]]) -> li
             for length in tqdm(lengths, desc=f"{shape[0]} D {shape[1]} {kernel}", unit="length")
         }
         by = f"seconds, jax {jax.__version__}"
-        entries += _entries(jax.devices()[0].device_kind, shape, by, figures)
+        entries += best_entries(jax.devices()[0].device_kind, shape, by, figures)
     return entries
 
 

@@ -1,11 +1,10 @@
 """The search for block sizes: what a tile costs under a causal mask, what is kept of a table, and wrong flags."""
 
-import json
-
 import numpy as np
 import pytest
 
-from experiments import tune_blocks
+from experiments import tuned_table
+from tests.experiments.test_commands import check_refusal, command  # noqa: F401
 
 
 @pytest.mark.parametrize(("length", "tile"), [(512, (128, 256)), (300, (64, 128)), (100, (16, 128)), (256, (128, 64))])
@@ -20,48 +19,20 @@ def test_cycles_of_a_causal_call(length, tile):
             inside = mask[i : i + q, j : j + k]
             whole = inside.all() and j + k <= length
             total += q * k * (cost["interior"] if whole else cost["diagonal"]) if inside.any() else 0.0
-    assert tune_blocks.causal_cycles(length, tile, cost) == total
+    assert tuned_table.causal_cycles(length, tile, cost) == total
 
 
-@pytest.fixture
-def tune(tmp_path, monkeypatch):
-    """The command on made-up costs, which prefer narrow tiles; returns the table that it writes."""
-    output = tmp_path / "table.json"
-
-    def compiled(order):
-        return order, dict.fromkeys(tune_blocks.NAMES.values())
-
-    def described(order, made, name, schedule):
-        k = order.get("backward_k") or order["block_k"]
-        return {"interior": k / 1000, "diagonal": k / 1000}
-
-    monkeypatch.setattr(tune_blocks, "compile_order", compiled)
-    monkeypatch.setattr(tune_blocks, "describe", described)
-    monkeypatch.setattr(tune_blocks, "_versions", lambda: "made up")
-    monkeypatch.setattr(tune_blocks, "_device_kind", lambda target: f"TPU {target}")
-
-    def run(*arguments):
-        flags = tune_blocks.flags.FLAGS
-        flags.unparse_flags()
-        for name in ("targets", "models", "widths", "lengths", "forward", "backward", "output", "by"):
-            flags[name].unparse()
-        flags(["tune_blocks", f"--output={output}", *arguments])
-        tune_blocks.main([])
-        return json.loads(output.read_text())["tiles"]
-
-    return run
-
-
-def test_the_table(tune):
-    entries = tune("--targets=v5e", "--lengths=1024")
-    found = {(e["kernel"], e["length"]): (e["block_q"], e["block_k"]) for e in entries}
-    assert found == {("forward", 1024): (128, 256), ("backward", 1024): (64, 256)}
-    assert {e["device_kind"] for e in entries} == {"TPU v5e"}
+def test_the_table():
+    figures = {("forward", 1024): {(128, 512): 2.0, (128, 256): 1.0}, ("backward", 1024): {(64, 256): 3.0}}
+    entries = tuned_table.best_entries("TPU v5 lite", ("350M", 32), "made up", figures)
+    assert [(e["kernel"], e["block_q"], e["block_k"], e["figure"]) for e in entries] == [
+        ("forward", 128, 256, 1.0), ("backward", 64, 256, 3.0)]  # fmt: skip
+    assert {(e["heads"], e["head_dim"], e["width"], e["length"]) for e in entries} == {(16, 64, 32, 1024)}
     # What is tuned again is replaced, the rest stays.
-    again = tune("--targets=v5e", "--lengths=1024,2048", "--forward=128x512")
-    found = {(e["kernel"], e["length"]): (e["block_q"], e["block_k"]) for e in again}
-    assert len(again) == 4
-    assert found["forward", 1024] == found["forward", 2048] == (128, 512)
+    again = {("forward", length): {(16, 128): 1.0} for length in (1024, 2048)}
+    merged = tuned_table.merged(entries, tuned_table.best_entries("TPU v5 lite", ("350M", 32), "again", again))
+    assert sorted((e["kernel"], e["length"], e["by"]) for e in merged) == [
+        ("backward", 1024, "made up"), ("forward", 1024, "again"), ("forward", 2048, "again")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -74,6 +45,5 @@ def test_the_table(tune):
         (["--by=time"], "--by=time needs a TPU"),
     ],
 )
-def test_wrong_flags(tune, arguments, message):
-    with pytest.raises(tune_blocks.UserError, match=message):
-        tune(*arguments)
+def test_wrong_flags(command, arguments, message):  # noqa: F811
+    check_refusal(command("tune_blocks", *arguments), message)
