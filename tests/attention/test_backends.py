@@ -51,7 +51,7 @@ def test_every_bias_with_every_network(bias, adapt, causal, backend):
     for name in (backend, "reference"):
         out, results[name] = run(name, arrays, cotangent, bias, adapt, BlockSizes(q=8, k=4, rows=1), causal=causal)
         assert relative_error(out, expected) < 2e-6, name
-    assert_gradients_close(results[backend], results["reference"], 2e-5)
+    assert_gradients_close(results[backend], results["reference"], 3e-5)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_every_argument(name, causal, k, backend):
     for choice in (backend, "reference"):
         out, results[choice] = run(choice, arrays, cotangent, bias, adapt, blocks, causal=causal, **kwargs)
         assert relative_error(out, expected) < 2e-6, choice
-    assert_gradients_close(results[backend], results["reference"], 2e-5)
+    assert_gradients_close(results[backend], results["reference"], 3e-5)
 
 
 @pytest.mark.parametrize("backend", EVERY)

@@ -64,6 +64,8 @@ def compiled(kind, length, heads, d, bias, adapt, backward=True, dtype=jnp.bfloa
     with compile_for("tpu", device(kind).device_kind):
         program = jax.jit(both).lower(*shapes).compile()
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1 + backward
+    what = f"{kind}, {batch} x {length}, {heads} heads of {d}, {jnp.dtype(dtype).name}, {bias}, {adapt}"
+    print(f"{what}, forward{' and backward' * backward}: {memory(program) / 2**20:.0f} MiB in all")  # kept with -s
     return program
 
 
