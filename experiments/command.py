@@ -6,6 +6,7 @@ Exit status: 0 done; 2 the input is wrong (one line, nothing written); 1 trainin
 
 import inspect
 import logging
+import os
 import re
 import runpy
 import signal
@@ -66,6 +67,10 @@ def run(main: Callable[[list[str]], None], usage: str, positional: bool = False,
         sys.exit(_fail(_one_line(e), 2))
     except Stopped as e:
         sys.exit(_fail(_one_line(e), e.status))
+    except BrokenPipeError:
+        # The reader of what is printed has gone, as with `| head`: nothing more can be said to it, at the exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt as e:
         name, status = ("SIGTERM", 143) if isinstance(e, Terminated) else ("SIGINT", 130)
         sys.exit(_fail(f"stopped by {name}; start the same command again to go on from what is saved", status))

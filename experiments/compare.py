@@ -14,7 +14,7 @@ from experiments import command
 _OUTPUT = flags.DEFINE_string(
     "output", None, "Path without suffix of the JSON and PNG; default 'comparison' in the first run's parent folder."
 )
-_SPLIT = flags.DEFINE_string("split", "test", "Evaluations of which documents: test, validation or train.")
+_SPLIT = flags.DEFINE_enum("split", "test", ["test", "validation", "train"], "Evaluations of which documents.")
 _PROTOCOL = flags.DEFINE_string("protocol", "last_k", "Evaluations by which: last_k, official or non_overlapping.")
 _USAGE = (
     "python -m experiments.compare DIR [DIR ...] [--protocol=last_k|official|non_overlapping] [--split=test] "
