@@ -37,11 +37,13 @@ def command(tmp_path):
 def test_a_reader_that_goes_away():
     """`sample | head` ends without a traceback."""
     code = "from experiments import command; command.run(lambda _: [print('x' * 99) for _ in range(99999)], 'usage')"
-    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    writer.stdout.readline()
-    writer.stdout.close()
-    assert writer.stderr.read() == ""
-    assert writer.wait() == 1
+    line = [sys.executable, "-c", code]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        writer.stdout.close()
+        assert writer.stderr.read() == ""
+    assert writer.returncode == 1
 
 
 def data(folder):
