@@ -108,10 +108,12 @@ def choose_backend(
         chosen = "blockwise"
         for name, (platform, _, kernels) in _KERNELS.items():
             if platform == target.platform:
-                why = None if call is None else kernels.refusal(*call, block_sizes, target)
+                why = gpu.not_automatic(target) if kernels is gpu else None
+                if why is None and call is not None:
+                    why = kernels.refusal(*call, block_sizes, target)
                 chosen = name if why is None else chosen
                 if why is not None:
-                    _log_once(f"attention backend {name} cannot serve this call: {why}")
+                    _log_once(f"attention backend {name} is not used: {why}")
         _log_once(f"attention backend: {chosen} (auto, {target.platform})")
         return chosen
     if backend not in BACKENDS:

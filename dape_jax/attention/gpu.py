@@ -48,6 +48,8 @@ MOST_ACCUMULATED = 1024
 """Heads x padded head dimension that one program accumulates for each query, in registers."""
 MOST_HIDDEN = {"bfloat16": 96, "float32": 64}
 """Hidden units and features of the bias, padded, that a tile of mixed heads holds in an H100's shared memory."""
+AUTOMATIC_ON = ("H100", "H200", "H800", "GH200")
+"""Parts of the device kinds, all Hopper, with the memory that the tiles need."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -126,6 +128,15 @@ def _hidden(spec: Spec) -> int:
     return _features(spec.bias) + (0 if spec.adapt is None else _padded(spec.adapt.width))
 
 
+def not_automatic(target: Target) -> str | None:
+    """Why these kernels are used only where they are asked for; None where they are the automatic choice."""
+    if any(name in target.device_kind for name in AUTOMATIC_ON):
+        return None
+    return (
+        f"their tiles are for the shared memory of an H100, not of {target.device_kind!r}; backend='pallas_gpu' tries"
+    )
+
+
 def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> str | None:
     """Why these kernels cannot serve a call, naming the argument; None if they can."""
     del target  # one set of tiles for all kinds so far
@@ -155,6 +166,8 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
 
 def _misfit(spec: Spec, dtype: Any, blocks: BlockSizes) -> str | None:
     """Why the kernels cannot use these sizes; None if they can."""
+    if blocks.backward is not None:
+        return "block size backward: the GPU kernels have one tile for all passes; leave it None"
     if blocks.rows != 1:
         return f"block size rows={blocks.rows}: the GPU kernels take one batch row at a time; 1 is needed"
     for name in ("q", "k"):

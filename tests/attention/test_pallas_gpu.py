@@ -131,6 +131,9 @@ def test_the_choice_by_platform(caplog):
         dape_attention(*arrays[:3], backend="pallas_gpu")
     with compile_for("tpu"), pytest.raises(UserError, match="backend='pallas_gpu' needs a GPU, and JAX runs on tpu"):
         choose_backend("pallas_gpu")
+    with compile_for("gpu", "NVIDIA L4"):
+        assert choose_backend() == "blockwise"
+        assert choose_backend("pallas_gpu") == "pallas_gpu"
     with compile_for("gpu", "NVIDIA H100 80GB HBM3"):
         assert choose_backend() == "pallas_gpu"
         with pytest.raises(UserError, match="backend='pallas_tpu' needs a TPU, and JAX runs on gpu"):
@@ -138,7 +141,7 @@ def test_the_choice_by_platform(caplog):
         call = api.check(*(jnp.zeros((1, 5, 2, 256)) for _ in range(3)))
         with caplog.at_level("INFO", logger="dape_jax.attention.api"):
             assert choose_backend(call=call) == "blockwise"
-        assert "pallas_gpu cannot serve this call: q has head dimension 256" in caplog.text
+        assert "pallas_gpu is not used: q has head dimension 256" in caplog.text
     with compile_for("interpret"):
         assert choose_backend() == "blockwise"
 

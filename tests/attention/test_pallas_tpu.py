@@ -175,7 +175,7 @@ def test_the_choice_by_platform(caplog):
         call = api.check(*(jnp.zeros((1, 5, 2, 256)) for _ in range(3)))
         with caplog.at_level("INFO", logger="dape_jax.attention.api"):
             assert choose_backend(call=call) == "blockwise"
-        assert "pallas_tpu cannot serve this call: q has head dimension 256" in caplog.text
+        assert "pallas_tpu is not used: q has head dimension 256" in caplog.text
     with pytest.raises(UserError, match="platform='tpux' is unknown; did you mean 'tpu'"), compile_for("tpux"):
         pass
 
