@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from absl import flags
 from tqdm import tqdm
@@ -22,6 +22,7 @@ from dape_jax import config as config_lib
 from dape_jax.data.chomsky import TASKS, get_task
 from dape_jax.errors import UserError
 from dape_jax.evaluation import chomsky_table
+from dape_jax.training.run import make_run
 from dape_jax.training.workdir import CONFIG_FILE, check_same, read_record
 from experiments import command
 
@@ -43,24 +44,32 @@ OVERRIDES: list[str] = []
 
 
 class Job(NamedTuple):
-    """One run of the table."""
+    """One run of the table, and what its report must be of."""
 
     task: str
     position: str
     seed: int
     workdir: Path
+    step: int = 0
+    longest: int = 0
+    samples: int = 0
+
+    def report(self) -> dict[str, Any] | None:
+        return chomsky_table.find_report(
+            self.workdir, self.task, self.position, self.seed, self.step, self.longest, self.samples
+        )
 
 
 def main(_: list[str]) -> None:
     root = command.workdir(_WORKDIR.value)
+    if root.exists() and not root.is_dir():
+        raise UserError(f"--workdir={root} is a file; a folder is needed")
     jobs = _jobs(root)
     if _JOBS.value < 1:
         raise UserError(f"--jobs={_JOBS.value}: 1 or more is needed")
-    for job in jobs:
-        _check(job)
-    todo = [job for job in jobs if chomsky_table.latest_report(job.workdir) is None]
-    failed = _run_all(todo)
-    reports = [report for job in jobs if (report := chomsky_table.latest_report(job.workdir)) is not None]
+    jobs = [_checked(job) for job in jobs]
+    failed = _run_all([job for job in jobs if job.report() is None])
+    reports = [report for job in jobs if (report := job.report()) is not None]
     if reports:
         table = chomsky_table.make_table(reports)
         chomsky_table.print_table(table)
@@ -88,8 +97,8 @@ def _jobs(root: Path) -> list[Job]:
     return jobs
 
 
-def _check(job: Job) -> None:
-    """Refuses a wrong configuration before anything runs, and a run in the folder that has another one."""
+def _checked(job: Job) -> Job:
+    """With what its report must be of. Refuses a wrong configuration, and a run in the folder that has another one."""
     raw: Any = command.load_config(f"{_CONFIG.value}:{job.position}")
     raw.data.task, raw.training.seed = job.task, job.seed
     for override in OVERRIDES:
@@ -100,6 +109,8 @@ def _check(job: Job) -> None:
             parsed = ast.literal_eval(value)
         except (SyntaxError, ValueError):
             parsed = value
+        if name == "evaluation.lengths" and isinstance(parsed, int):
+            parsed = (parsed,)
         try:
             raw.update_from_flattened_dict({name: parsed})
         except (KeyError, TypeError, ValueError) as e:
@@ -109,20 +120,47 @@ def _check(job: Job) -> None:
         raise UserError(f"--config={_CONFIG.value}: data.source={config.data.source!r} is no task")
     if max(config.evaluation.lengths) <= config.data.sequence_length:
         raise UserError(f"evaluation.lengths={config.evaluation.lengths}: a length beyond training is needed")
-    if (job.workdir / CONFIG_FILE).exists():
-        check_same(job.workdir, read_record(job.workdir)["config"], config_lib.to_dict(config))
-        report = chomsky_table.latest_report(job.workdir)
-        wanted = {"step": config.training.steps, "samples_of_each_length": config.evaluation.max_windows}
-        for what, value in wanted.items():
-            if report is not None and report[what] != value:
-                raise UserError(
-                    f"{job.workdir} was scored with {what}={report[what]}, not {value}; use another workdir"
-                )
+    run = make_run(config)
+    run.problem.check(run.model)
+    if job.workdir.exists():
+        if not job.workdir.is_dir():
+            raise UserError(f"{job.workdir} is a file, where the folder of a run is to be; use another workdir")
+        if (job.workdir / CONFIG_FILE).exists():
+            check_same(job.workdir, read_record(job.workdir)["config"], config_lib.to_dict(config))
+        elif any(job.workdir.iterdir()):
+            raise UserError(f"{job.workdir} has files, and none of a run ({CONFIG_FILE}); use another workdir")
+    longest, samples = max(config.evaluation.lengths), config.evaluation.max_windows
+    job = job._replace(step=config.training.steps, longest=longest, samples=samples)
+    job.report()  # which refuses a damaged one
+    return job
+
+
+class _Children:
+    """The processes under way, which end with this one."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self._running: list[subprocess.Popen] = []
+
+    def run(self, line: list[str], log: IO[str], environment: dict[str, str]) -> int | None:
+        """The exit status; None if all was stopped."""
+        if self.stopped.is_set():
+            return None
+        with subprocess.Popen(line, stdout=log, stderr=log, env=environment) as process:
+            self._running.append(process)
+            status = process.wait()
+            self._running.remove(process)
+        return None if self.stopped.is_set() else status
+
+    def stop(self) -> None:
+        self.stopped.set()
+        for process in list(self._running):
+            process.terminate()
 
 
 def _run_all(jobs: list[Job]) -> list[str]:
     """Runs what is not done; returns what failed, in words."""
-    failed, stop = [], threading.Event()
+    failed, children = [], _Children()
     slots = list(range(_JOBS.value))
     with (
         tqdm(total=len(jobs), desc="runs", unit="run", disable=not jobs) as progress,
@@ -131,40 +169,46 @@ def _run_all(jobs: list[Job]) -> list[str]:
 
         def work(job: Job) -> None:
             slot = slots.pop()
+            progress.set_postfix_str(f"{job.task}, {job.position}, seed {job.seed}")
             try:
-                error = None if stop.is_set() else _run(job, slot)
+                error = _run(job, slot, children)
             finally:
                 slots.append(slot)
             if error is not None:
                 failed.append(error)
-            progress.set_postfix_str(f"{job.task}, {job.position}, seed {job.seed}")
             progress.update()
 
         try:
             for done in concurrent.futures.as_completed([pool.submit(work, job) for job in jobs]):
                 done.result()
         except KeyboardInterrupt:
-            stop.set()  # the runs under way have had the same signal and save what they have
+            children.stop()  # they save what they have
             raise
     return failed
 
 
-def _run(job: Job, slot: int) -> str | None:
+def _run(job: Job, slot: int, children: _Children) -> str | None:
     """Trains and scores one run; returns what went wrong, if something did."""
     job.workdir.parent.mkdir(parents=True, exist_ok=True)
     log_path = job.workdir.with_name(job.workdir.name + ".log")
     chosen = [f"--config={_CONFIG.value}:{job.position}", f"--config.data.task={job.task}"]
     train = ["train", *chosen, f"--config.training.seed={job.seed}", *OVERRIDES]
+    evaluate = ["evaluate", f"--step={job.step}", f"--lengths={job.longest}", f"--max_windows={job.samples}"]
     environment = dict(os.environ)
     if _JOBS.value > 1:
         environment |= {"CUDA_VISIBLE_DEVICES": str(slot), "TPU_VISIBLE_CHIPS": str(slot)}
     with log_path.open("a") as log:
-        for name, *arguments in (train, ["evaluate"]):
+        for name, *arguments in (train, evaluate):
             line = [sys.executable, "-m", f"experiments.{name}", *arguments, f"--workdir={job.workdir}"]
-            if subprocess.run(line, stdout=log, stderr=log, env=environment, check=False).returncode:
-                errors = [x for x in log_path.read_text(errors="replace").splitlines() if x.startswith("error: ")]
-                said = errors[-1].removeprefix("error: ") if errors else f"see {log_path}"
-                return f"{job.task}, {job.position}, seed {job.seed}: {said}"
+            log.flush()
+            before = log_path.stat().st_size
+            status = children.run(line, log, environment)
+            if status:
+                said = log_path.read_bytes()[before:].decode(errors="replace").splitlines()
+                errors = [x.removeprefix("error: ") for x in said if x.startswith("error: ")]
+                return f"{job.task}, {job.position}, seed {job.seed}: {(errors or [f'see {log_path}'])[-1]}"
+            if status is None:
+                return None
     return None
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from dape_jax import sharding
 from dape_jax.data.chomsky import Task
 from dape_jax.data.chomsky.batches import EVALUATION, draw, total_length
+from dape_jax.errors import UserError
 from dape_jax.evaluation.extrapolation import TOKENS_PER_DEVICE
 from dape_jax.nn.transformer import TransformerConfig
 from dape_jax.training.objective import read
@@ -66,7 +67,10 @@ def score(
     lengths = np.arange(task.min_length, longest + 1)
     totals = np.asarray([total_length(task, int(n)) for n in lengths])
     widths = padded_widths(totals)
-    model.check_length(int(widths.max()))
+    try:
+        model.check_length(int(widths.max()))
+    except UserError as e:
+        raise UserError(f"test lengths up to {longest}: {e} (model.randomised.range, model.learned.length)") from e
     counts = np.zeros((3, len(lengths)), np.int64)
     fn = _counter(model, mesh)
     started = time.monotonic()

@@ -61,9 +61,13 @@ def make_report(
     }
 
 
+def report_name(task: str, step: int, longest: int) -> str:
+    return f"{PROTOCOL}_{task}_step{step}_1to{longest}.json"
+
+
 def write_report(report: dict[str, Any], directory: Path) -> Path:
     """Writes the report and its plot below ``directory``; returns the JSON's path."""
-    path = directory / f"{PROTOCOL}_{report['task']}_step{report['step']}_1to{report['lengths'][-1]}.json"
+    path = directory / report_name(report["task"], report["step"], report["lengths"][-1])
     write_json(report, path)
     plots.accuracy_by_length([report], path.with_suffix(".png"))
     return path

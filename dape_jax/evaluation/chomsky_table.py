@@ -1,7 +1,6 @@
 """The table of many runs on tasks of the Chomsky hierarchy: mean and deviation over seeds, beside the paper's."""
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,43 @@ from dape_jax.data.chomsky import get_task
 from dape_jax.errors import UserError
 from dape_jax.evaluation import plots
 from dape_jax.evaluation.chomsky_paper import printed
-from dape_jax.evaluation.chomsky_report import PROTOCOL
+from dape_jax.evaluation.chomsky_report import PROTOCOL, report_name
 from dape_jax.evaluation.report import FORMAT, write_json
 
+NUMBERS = ("score", "score_of_sequences", "score_in_training_range")
+SHARED = ("train_length", "step", "samples_of_each_length", "model", "evaluation_seed", "train_dtype")
+"""What all runs of a table must have in common."""
 
-def latest_report(workdir: Path) -> dict[str, Any] | None:
-    """The report of the latest step in a run's folder, None if there is none yet."""
-    found = []
-    for path in (workdir / "evaluation").glob(f"{PROTOCOL}_*.json"):
-        name = re.search(r"_step(\d+)_1to(\d+)$", path.stem)
-        if name:
-            found.append((int(name[1]), int(name[2]), path))
-    if not found:
+
+def find_report(
+    workdir: Path, task: str, position: str, seed: int, step: int, longest: int, samples: int
+) -> dict[str, Any] | None:
+    """The report of a run at a step, up to a length and with so many samples of each; None if there is none.
+
+    Raises:
+      UserError: it is there and damaged, or another run's.
+    """
+    path = workdir / "evaluation" / report_name(task, step, longest)
+    if not path.exists():
         return None
-    path = max(found)[2]
     try:
         report = json.loads(path.read_text())
         if report["format"] != FORMAT:
             raise UserError(f"{path} has format {report['format']}; this version reads {FORMAT}")
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is damaged: {e!r}") from e
-    return report
+        for name in (*SHARED, *NUMBERS, "task", "position", "seed", "lengths", "accuracy"):
+            if name not in report:
+                raise KeyError(name)
+        if not all(isinstance(report[name], int | float) for name in NUMBERS):
+            raise TypeError(f"{', '.join(NUMBERS)} must be numbers")
+        if len(report["accuracy"]) != len(report["lengths"]) or report["lengths"][-1] != longest:
+            raise ValueError(f"{len(report['accuracy'])} accuracies up to length {longest}")
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
+        raise UserError(f"{path} is damaged: {e!r}; remove it, and it is made again") from e
+    wanted = {"task": task, "position": position, "seed": seed, "step": step}
+    other = [f"{name}={report[name]!r}" for name, value in wanted.items() if report[name] != value]
+    if other:
+        raise UserError(f"{path} is the report of another run: {', '.join(other)}; remove it, and it is made again")
+    return report if report["samples_of_each_length"] == samples else None
 
 
 def make_table(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -44,7 +59,8 @@ def make_table(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises:
       UserError: the runs were not trained or scored alike.
     """
-    for what in ("train_length", "step", "samples_of_each_length", "model", "evaluation_seed"):
+    reports = [{**report, "longest": report["lengths"][-1]} for report in reports]
+    for what in (*SHARED, "longest"):
         differing = {json.dumps(report[what]) for report in reports}
         if len(differing) > 1:
             raise UserError(f"the runs cannot stand in one table: {what} is {' and '.join(sorted(differing))}")
@@ -57,14 +73,13 @@ def make_table(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if own:
                 cells.append(_cell(task, position, own))
     first = reports[0]
-    shared = ("train_length", "step", "samples_of_each_length", "model", "evaluation_seed")
     return {
         "format": FORMAT,
         "protocol": f"{PROTOCOL}_table",
         "tasks": tasks,
         "methods": positions,
         "lengths": [first["train_length"] + 1, first["lengths"][-1]],
-        **{name: first[name] for name in shared},
+        **{name: first[name] for name in SHARED},
         "cells": cells,
     }
 

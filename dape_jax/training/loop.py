@@ -150,7 +150,7 @@ def _check(run: Run) -> None:
         raise UserError(
             f"training.batch_size={training.batch_size} cannot be split over {run.mesh.size} devices{parts}"
         )
-    run.problem.check()
+    run.problem.check(run.model)
     if run.model.backend != "auto":
         run.model.attention_backend(run.problem.row_length)  # refuses one that cannot serve
     try:

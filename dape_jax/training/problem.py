@@ -13,6 +13,7 @@ from dape_jax.data.cache import TokenCache
 from dape_jax.data.chomsky import Task
 from dape_jax.data.chomsky import batches as task_batches
 from dape_jax.errors import UserError
+from dape_jax.nn import TransformerConfig
 from dape_jax.training.objective import Batch, NextToken, Objective, Transduction
 
 
@@ -45,7 +46,7 @@ class Problem(Protocol):
         """What a user should know of it before training, a line each."""
         ...
 
-    def check(self) -> None:
+    def check(self, model: TransformerConfig) -> None:
         """Refuses what cannot be trained on."""
         ...
 
@@ -100,7 +101,7 @@ class LanguageModelling:
         lines = [f"{self.name}: {documents} documents, {split['tokens']:,} tokens to train on {cache}"]
         return lines + ([self.tokens.left_out()] if self.tokens.left_out() else [])
 
-    def check(self) -> None:
+    def check(self, model: TransformerConfig) -> None:
         text_batches.Windows(self.tokens, "train", self.config.data.sequence_length)  # refuses a text that is too short
 
     def batches(self, first_step: int, process_index: int, process_count: int) -> Iterator[Batch]:
@@ -164,8 +165,20 @@ class Chomsky:
         longest = self.config.data.sequence_length
         return [f"{self.name}: inputs of lengths {self.task.min_length} to {longest}, rows of {self.row_length} tokens"]
 
-    def check(self) -> None:
-        """Nothing to refuse."""
+    def check(self, model: TransformerConfig) -> None:
+        """Refuses what padding would change, and test lengths that there are not enough positions for."""
+        position, kernel_width = self.config.model.position, self.config.model.dape.kernel_width
+        if "yarn" in position:
+            raise UserError(f"model.position={position!r}: YaRN's scale would depend on the padding of tasks; use rope")
+        if kernel_width > 1 and position.startswith("dape_"):
+            raise UserError(
+                f"model.dape.kernel_width={kernel_width}: the convolution reads the padding of tasks; 1 is needed"
+            )
+        longest = max(self.config.evaluation.lengths)
+        try:
+            model.check_length(task_batches.longest(self.task, longest))
+        except UserError as e:
+            raise UserError(f"evaluation.lengths={self.config.evaluation.lengths}: at length {longest}, {e}") from e
 
     def batches(self, first_step: int, process_index: int, process_count: int) -> Iterator[Batch]:
         training = self.config.training

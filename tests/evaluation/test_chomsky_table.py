@@ -15,7 +15,8 @@ def report(task="even_pairs", position="alibi", seed=0, score=50.0, **other):
     return {
         "format": 1, "protocol": "chomsky", "task": task, "position": position, "seed": seed, "score": score,
         "score_in_training_range": 90.0, "score_of_sequences": 40.0, "train_length": 2, "step": 7,
-        "samples_of_each_length": 8, "evaluation_seed": 0, "lengths": [1, 2, 3], "accuracy": [99.0, 98.0, score],
+        "samples_of_each_length": 8, "evaluation_seed": 0, "train_dtype": "float32", "lengths": [1, 2, 3],
+        "accuracy": [99.0, 98.0, score],
         "model": {"layers": 3, "heads": 8, "width": 64}, **other,
     }  # fmt: skip
 
@@ -38,20 +39,41 @@ def test_cells_are_means_over_seeds_beside_the_papers(tmp_path, capsys):
     assert (tmp_path / "table.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("what", ["step", "model", "samples_of_each_length", "evaluation_seed"])
+@pytest.mark.parametrize("what", ["step", "model", "samples_of_each_length", "evaluation_seed", "train_dtype"])
 def test_runs_of_different_kinds_do_not_share_a_table(what):
     with pytest.raises(UserError, match=f"the runs cannot stand in one table: {what} is "):
         chomsky_table.make_table([report(), report(seed=1, **{what: 9})])
 
 
-def test_the_latest_report_of_a_run(tmp_path):
-    assert chomsky_table.latest_report(tmp_path) is None
+def test_the_report_of_a_run(tmp_path):
+    """What was scored otherwise is not the report that is asked for; what is damaged or another run's is refused."""
+
+    def find(step=7, longest=3, samples=8):
+        return chomsky_table.find_report(tmp_path, "even_pairs", "alibi", 0, step, longest, samples)
+
+    assert find() is None
+    folder = tmp_path / "evaluation"
     for step in (5, 40, 7):
-        write_json(report(step=step), tmp_path / "evaluation" / f"chomsky_even_pairs_step{step}_1to3.json")
-    assert chomsky_table.latest_report(tmp_path)["step"] == 40
-    (tmp_path / "evaluation" / "chomsky_even_pairs_step50_1to3.json").write_text("{")
-    with pytest.raises(UserError, match="step50_1to3.json is damaged"):
-        chomsky_table.latest_report(tmp_path)
+        write_json(report(step=step), folder / f"chomsky_even_pairs_step{step}_1to3.json")
+    assert find() == report()
+    assert find(step=40)["step"] == 40
+    assert find(longest=4) is find(samples=9) is find(step=6) is None
+    path = folder / "chomsky_even_pairs_step50_1to3.json"
+    good = report(step=50)
+    for broken in (
+        "{",
+        "[]",
+        {"format": 1},
+        {**good, "score": "x"},
+        {**good, "score": None},
+        {**good, "accuracy": [1.0]},
+    ):
+        path.write_text(broken if isinstance(broken, str) else json.dumps(broken))
+        with pytest.raises(UserError, match="step50_1to3.json is damaged"):
+            find(step=50)
+    path.write_text(json.dumps({**good, "seed": 1}))
+    with pytest.raises(UserError, match=r"is the report of another run: seed=1; remove it"):
+        find(step=50)
 
 
 def test_the_papers_figures():

@@ -132,8 +132,31 @@ def test_a_table_of_tasks_goes_on_where_it_stopped(command, tmp_path):
         (["--config.model.fire.width=0"], "model.fire.width=0"), (["--config.training.seed=3"], "--tasks, --seeds and"),
         (["--config.model.widht=3"], "did you mean 'width'?"), (["--seeds=0,0"], "names one twice"),
         (["--config.training.steps=5"], "holds another run: training.steps is 4 there and 5 here"),
+        (["--methods=randomised_rope", "--config.evaluation.lengths=(42,2048)"], "at length 2048, 2049"),
+        (["--methods=yarn"], "model.position='yarn': YaRN's scale"),
+        (["--methods=dape_kerple", "--config.model.dape.kernel_width=3"], "model.dape.kernel_width=3: the convolution"),
     ):  # fmt: skip
         check_refusal(command("chomsky_table", *table, "--methods=kerple", *small, *flags), message)
+    longer = command("chomsky_table", *table, "--methods=kerple", *small, "--config.evaluation.lengths=43")
+    assert longer.returncode == 0, longer.stderr
+    assert "lengths 41 to 43" in longer.stdout
+
+
+@pytest.mark.slow
+def test_a_table_that_is_stopped_stops_its_runs(command, tmp_path):
+    process = command(
+        "chomsky_table", "--config=configs/chomsky_small.py", f"--workdir={tmp_path}", "--tasks=even_pairs",
+        "--seeds=0", "--methods=kerple", "--config.training.steps=1000000", "--config.training.log_every=1", start=True,
+    )  # fmt: skip
+    metrics = tmp_path / "even_pairs" / "kerple" / "seed0" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and read_metrics(metrics)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=100) == 143
+    written = len(read_metrics(metrics))
+    time.sleep(3)
+    assert len(read_metrics(metrics)) == written > 0
 
 
 def test_a_run_of_four_devices_is_evaluated_on_one_and_after_its_text_has_moved(command, text_folder, tmp_path):
