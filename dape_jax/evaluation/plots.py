@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dape_jax.evaluation.protocols import PROTOCOLS
 
 
@@ -74,8 +76,14 @@ def accuracy_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+SMOOTHED = 15
+
+
 def accuracy_of_tasks(table: dict[str, Any], path: Path) -> None:
-    """Accuracy over input length, a panel a task and a line a method, of a ``chomsky_table``; training shaded."""
+    """Accuracy over input length, a panel a task and a colour a method, of a ``chomsky_table``; training shaded.
+
+    Thin lines are the lengths themselves, thick ones the mean over a length and its neighbours, ``SMOOTHED`` in all.
+    """
     plt = _pyplot()
     tasks = table["tasks"]
     columns = min(3, len(tasks))
@@ -88,12 +96,21 @@ def accuracy_of_tasks(table: dict[str, Any], path: Path) -> None:
         own = [cell for cell in table["cells"] if cell["task"] == task]
         for cell in own:
             lengths = range(table["lengths"][1] - len(cell["accuracy"]) + 1, table["lengths"][1] + 1)
-            panel.plot(lengths, cell["accuracy"], linewidth=1, label=cell["method"])
+            (line,) = panel.plot(lengths, cell["accuracy"], linewidth=0.5, alpha=0.35)
+            panel.plot(
+                lengths, _smoothed(cell["accuracy"]), linewidth=1.5, color=line.get_color(), label=cell["method"]
+            )
         panel.axhline(own[0]["chance"], color="grey", linestyle=":")
         panel.set(ylim=(0, 102), xlabel="input length (tokens)", ylabel="right outputs (%)", title=task)
         panel.grid(alpha=0.3)
-    panels[0, 0].legend(fontsize=8)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
     _save(figure, path)
+
+
+def _smoothed(values: Sequence[float]) -> np.ndarray:
+    """Means over windows of ``SMOOTHED``, cut off at both ends."""
+    half, x = SMOOTHED // 2, np.asarray(values)
+    return np.asarray([x[max(0, i - half) : i + half + 1].mean() for i in range(len(x))])
 
 
 def _pyplot() -> Any:
