@@ -43,7 +43,9 @@ def choose(logits: jax.Array, key: jax.Array, options: Options = Options()) -> j
     """Token ids int32 [B] from float32 logits [B, V]."""
     if options.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = (logits - logits.max(axis=-1, keepdims=True)) / options.temperature  # the largest stays finite
+    # The largest becomes 0, whatever it is divided by, as long as that is not a subnormal number, which may count as 0.
+    temperature = max(options.temperature, float(jnp.finfo(jnp.float32).tiny))
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     least = jnp.full_like(ordered[:, :1], -jnp.inf)
     if options.top_k is not None:

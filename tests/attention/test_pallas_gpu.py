@@ -119,7 +119,10 @@ def test_every_operation_lowers_to_triton(bias, adapt):
 
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=device)
-    with compile_for("gpu", device.device_kind), jax.sharding.use_abstract_mesh(mesh):  # JAX 0.12 asks for the GPU's generation
+    with (
+        compile_for("gpu", device.device_kind),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):  # JAX 0.12 asks for the GPU's generation
         text = jax.jit(step).trace(arrays, cotangent).lower(lowering_platforms=("cuda",)).as_text()
     for kernel in ("forward", "queries", "keys"):
         assert f"dape_attention_{kernel}" in text
