@@ -9,8 +9,9 @@ All variants are one computation: a share of S and a share of B in the hidden la
 does not depend on the batch, so it is separate (``bias_terms``), and attention computes it once for all rows.
 
 DAPE V2 (``kernel_width`` k > 1) makes the two layers 1 x k convolutions along the keys. Every entry that a query may
-not attend to is zero in S and in B before the first one, and each convolution pads with zeros beyond the first and
-last key. A tile of n keys then needs its neighbours: S and B on n + 4p keys (p = k // 2), the hidden layer on n + 2p.
+not attend to is zero in S and in B before the first one, and each convolution pads with zeros beyond the first and last
+key; keys that pad a row (``k_valid`` of ``dape_attention``) are beyond, so that padding changes nothing. A tile of n
+keys then needs its neighbours: S and B on n + 4p keys (p = k // 2), the hidden layer on n + 2p.
 
 Sources: arXiv 2405.14722, section 3 and its appendix on variants; V2 arXiv 2410.04798. Axes: H heads, D width, C input
 channels; logits have the head axis first, [H, B, Tq, Tk].
@@ -105,7 +106,7 @@ class Neighbours(NamedTuple):
 
     Attributes:
       allowed: bool [1 or B, Tq, n + 4p], which entries a query may attend to; False beyond the first and last key.
-      is_key: bool [n + 2p], False beyond the first and last key.
+      is_key: bool [1 or B, 1, n + 2p], False beyond the first and last key and on padding.
     """
 
     allowed: jax.Array

@@ -19,7 +19,7 @@ from absl import flags
 from tqdm import tqdm
 
 from dape_jax import config as config_lib
-from dape_jax.data.chomsky import TASKS, get_task
+from dape_jax.data.chomsky import TASKS
 from dape_jax.errors import UserError
 from dape_jax.evaluation import chomsky_table
 from dape_jax.training.run import make_run
@@ -39,6 +39,8 @@ _JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time; on GPU and TPU each tak
 _USAGE = (
     "python -m experiments.chomsky_table --config=configs/chomsky_small.py --workdir=DIR [--tasks=A,B] [--methods=X,Y]"
 )
+DEVICES = ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS")
+"""Environment variables that say which devices a process sees."""
 OVERRIDES: list[str] = []
 """--config.field=value, for every run."""
 
@@ -67,8 +69,13 @@ def main(_: list[str]) -> None:
     jobs = _jobs(root)
     if _JOBS.value < 1:
         raise UserError(f"--jobs={_JOBS.value}: 1 or more is needed")
+    for name in DEVICES:
+        if _JOBS.value > len(_devices(name)):
+            raise UserError(f"--jobs={_JOBS.value}: {name}={os.environ[name]} lets {len(_devices(name))} be seen")
     jobs = [_checked(job) for job in jobs]
-    failed = _run_all([job for job in jobs if job.report() is None])
+    missing = [job for job in jobs if job.report() is None]
+    print(f"{len(missing)} of {len(jobs)} runs to do; their logs: {root}/TASK/METHOD/seedN.log")
+    failed = _run_all(missing)
     reports = [report for job in jobs if (report := job.report()) is not None]
     if reports:
         table = chomsky_table.make_table(reports)
@@ -82,19 +89,10 @@ def main(_: list[str]) -> None:
 def _jobs(root: Path) -> list[Job]:
     if not Path(_CONFIG.value).is_file():
         raise UserError(f"--config={_CONFIG.value} is no file; configs/chomsky_small.py is one")
-    tasks, positions = ([x for x in flag.value.split(",") if x] for flag in (_TASKS, _METHODS))
-    for task in tasks:
-        get_task(task)
-    for position in positions:
-        config_lib.split_position(position)
+    tasks = command.names("tasks", _TASKS.value, TASKS)
+    positions = command.names("methods", _METHODS.value, config_lib.positions())
     seeds = command.integers("seeds", _SEEDS.value)
-    for flag, values in ((_TASKS, tasks), (_METHODS, positions), (_SEEDS, seeds)):
-        if len(set(values)) < len(values):
-            raise UserError(f"--{flag.name}={flag.value} names one twice")
-    jobs = [Job(t, p, s, root / t / p / f"seed{s}") for t in tasks for s in seeds for p in positions]
-    if not jobs:
-        raise UserError("--tasks, --methods and --seeds: at least one of each is needed")
-    return jobs
+    return [Job(t, p, s, root / t / p / f"seed{s}") for t in tasks for s in seeds for p in positions]
 
 
 def _checked(job: Job) -> Job:
@@ -187,6 +185,12 @@ def _run_all(jobs: list[Job]) -> list[str]:
     return failed
 
 
+def _devices(variable: str) -> list[str]:
+    """One device for each run at a time: of those that the user lets this command see, else the first ones."""
+    given = os.environ.get(variable)
+    return [str(i) for i in range(_JOBS.value)] if given is None else given.split(",")
+
+
 def _run(job: Job, slot: int, children: _Children) -> str | None:
     """Trains and scores one run; returns what went wrong, if something did."""
     job.workdir.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +200,7 @@ def _run(job: Job, slot: int, children: _Children) -> str | None:
     evaluate = ["evaluate", f"--step={job.step}", f"--lengths={job.longest}", f"--max_windows={job.samples}"]
     environment = dict(os.environ)
     if _JOBS.value > 1:
-        environment |= {"CUDA_VISIBLE_DEVICES": str(slot), "TPU_VISIBLE_CHIPS": str(slot)}
+        environment |= {name: _devices(name)[slot] for name in DEVICES}
     with log_path.open("a") as log:
         for name, *arguments in (train, evaluate):
             line = [sys.executable, "-m", f"experiments.{name}", *arguments, f"--workdir={job.workdir}"]

@@ -94,20 +94,25 @@ def names(flag: str, value: str, known: Collection[str]) -> list[str]:
     for name in given:
         if name not in known:
             raise UserError(f"--{flag}={value}: {name!r} is unknown{nearest(name, known)}")
-        if given.count(name) > 1:
-            raise UserError(f"--{flag}={value} names {name} twice")
-    return given
+    return _once(flag, value, given)
 
 
 def integers(name: str, value: str) -> list[int]:
-    """The integers of a comma-separated flag."""
+    """The integers of a comma-separated flag, each given once."""
     numbers = []
     for item in value.split(","):
         try:
             numbers.append(int(item))
         except ValueError:
             raise UserError(f"--{name}={value}: {item!r} is not an integer; write --{name}=128,256") from None
-    return numbers
+    return _once(name, value, numbers)
+
+
+def _once(flag: str, value: str, given: list) -> list:
+    for item in given:
+        if given.count(item) > 1:
+            raise UserError(f"--{flag}={value} names {item} twice")
+    return given
 
 
 def workdir(value: str | None) -> Path:

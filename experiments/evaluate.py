@@ -69,6 +69,8 @@ _USAGE = (
 
 def main(_: list[str]) -> None:
     directory = command.workdir(_WORKDIR.value)
+    if _DRAW_SEED.value < 0:
+        raise UserError(f"--draw_seed={_DRAW_SEED.value}: 0 or more is needed")
     config = load_config(directory)
     (_score_task if config.data.source == config_lib.CHOMSKY else _score_text)(directory, config)
 
@@ -99,7 +101,7 @@ def _score_text(directory: Path, config: Config) -> None:
             raise UserError(f"--lengths: {e}") from e
     check_text(directory, run)
     plan = protocols.make_plan(protocol, run.tokens, _SPLIT.value, lengths, k, max_windows, max_tokens)
-    params = checkpoints.restore_params(step, abstract_params(run.model, run.mesh))
+    params = checkpoints.restore_params(step, abstract_params(run.model, run.mesh), config_lib.to_dict(config))
     with deferred_signals() as stop:  # also while the report is written, which so is written whole
         scores = extrapolation.score(
             run, params, plan.windows, jax.process_index() == 0, stop, _DRAWS.value, _DRAW_SEED.value
@@ -118,18 +120,21 @@ def _score_task(directory: Path, config: Config) -> None:
         raise UserError(f"--{given[0].name}={given[0].value}: is not for a task (data.source={config_lib.CHOMSKY!r})")
     lengths = config.evaluation.lengths if _LENGTHS.value is None else command.integers("lengths", _LENGTHS.value)
     samples = config.evaluation.max_windows if _MAX_WINDOWS.value is None else _MAX_WINDOWS.value
-    if min(lengths) < 1 or samples < 1:
-        raise UserError(f"--lengths={min(lengths)} --max_windows={samples}: 1 or more is needed of both")
+    if min(lengths) < 1:
+        raise UserError(f"--lengths={_LENGTHS.value}: {min(lengths)} is no length; 1 or more is needed")
+    if samples < 1:
+        raise UserError(f"--max_windows={samples}: 1 or more is needed")
     checkpoints = Checkpoints(directory / "checkpoints")
     step = require_step(checkpoints, directory, _STEP.value)
     run = make_run(_on_these_devices(config))
     check_text(directory, run)
     task = get_task(str(config.data.task))
-    params = checkpoints.restore_params(step, abstract_params(run.model, run.mesh))
+    params = checkpoints.restore_params(step, abstract_params(run.model, run.mesh), config_lib.to_dict(config))
     with deferred_signals() as stop:
         accuracies = chomsky.score(
-            run.model, params, run.mesh, task, max(lengths), samples, _DRAW_SEED.value, jax.process_index() == 0, stop
-        )
+            run.model, params, run.mesh, task, run.problem.row_length, max(lengths), samples, _DRAW_SEED.value,
+            jax.process_index() == 0, stop,
+        )  # fmt: skip
         train_dtype = read_record(directory)["dtype"]
         result = chomsky_report.make_report(run, task, accuracies, step, _DRAW_SEED.value, train_dtype)
         if jax.process_index() == 0:

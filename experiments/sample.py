@@ -46,6 +46,8 @@ def main(_: list[str]) -> None:
         if flag.value < 1:
             raise UserError(f"--{flag.name}={flag.value}: 1 or more is needed")
     config = load_config(directory)
+    if config.data.source == config_lib.CHOMSKY:
+        raise UserError(f"--workdir={directory} is a run on the task {config.data.task}; sampling needs one on text")
     step = require_step(checkpoints := Checkpoints(directory / "checkpoints"), directory, _STEP.value)
     name = _TOKENIZER.value or config.data.tokenizer
     coder = load_tokenizer(name)
@@ -56,7 +58,7 @@ def main(_: list[str]) -> None:
     devices = jax.local_devices() if config.mesh.fsdp > 1 else jax.local_devices()[:1]
     mesh = sharding.make_mesh(1, len(devices), devices)
     model = config_lib.transformer(config, coder.vocab_size, jax.default_backend())
-    params = checkpoints.restore_params(step, abstract_params(model, mesh))
+    params = checkpoints.restore_params(step, abstract_params(model, mesh), config_lib.to_dict(config))
     with jax.set_mesh(mesh), deferred_signals() as stop:
         for i in range(_SAMPLES.value):
             key = jax.random.fold_in(jax.random.key(_SEED.value), i)

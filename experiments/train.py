@@ -1,4 +1,4 @@
-"""Trains a language model; started again with the same workdir, goes on from its latest checkpoint.
+"""Trains on a text or a task; started again with the same workdir, goes on from its latest checkpoint.
 
 python -m experiments.train --config=configs/quickstart.py:dape_kerple --workdir=DIR [--config.field=value ...]
 """

@@ -51,8 +51,7 @@ class _Tiles(NamedTuple):
 
     q [n, r, H, b, bq, d]; q_positions [n, 1, bq]; q_segments [n, r, b, bq]; key_range: first and one past the last key
     tile that a query tile needs, int32 [n] each.
-    k [m, r, N, b, ek, d]; v [m, r, N, b, bk, d]; k_positions [m, 1, ek]; k_segments, k_valid [m, r, b, ek];
-    is_key [m, 1, bk + h].
+    k [m, r, N, b, ek, d]; v [m, r, N, b, bk, d]; k_positions [m, 1, ek]; k_segments, k_valid [m, r, b, ek].
     """
 
     q: jax.Array
@@ -64,13 +63,12 @@ class _Tiles(NamedTuple):
     k_positions: jax.Array
     k_segments: jax.Array | None
     k_valid: jax.Array | None
-    is_key: jax.Array
 
     def query_side(self) -> Any:
         return self.q, self.q_positions, self.q_segments, *self.key_range
 
     def key_side(self) -> Any:
-        return self.k, self.v, self.k_positions, self.k_segments, self.k_valid, self.is_key
+        return self.k, self.v, self.k_positions, self.k_segments, self.k_valid
 
 
 def _cut(x: Any, time_axis: int, block: int, rows: int | None, halo: int = 0, fill: int = 0) -> Any:
@@ -128,7 +126,6 @@ def _tiles(spec: Spec, arrays: Arrays, blocks: BlockSizes) -> _Tiles:
         k_positions=_cut(arrays.k_positions, 1, blocks.k, None, halo),
         k_segments=_cut(arrays.k_segments, 1, blocks.k, blocks.rows, halo),
         k_valid=_cut(k_valid, 1, blocks.k, blocks.rows, halo),
-        is_key=_cut(jnp.ones((1, k_length), bool), 1, blocks.k, None, halo // 2),
     )
 
 
@@ -178,14 +175,16 @@ def _tile_logits(
 
 
 def _masks(
-    spec: Spec, mask: jax.Array | None, is_key: jax.Array
+    spec: Spec, mask: jax.Array | None, k_valid: jax.Array | None
 ) -> tuple[jax.Array | None, adapt_lib.Neighbours | None]:
     """The mask of a tile's own keys, and what a convolving network needs of the keys around them."""
     halo = _halo(spec)
     if not halo:
         return mask, None
     assert mask is not None
-    return mask[..., halo:-halo], adapt_lib.Neighbours(mask, is_key[0])
+    assert k_valid is not None  # a halo has entries that are no keys
+    p = halo // 2
+    return mask[..., halo:-halo], adapt_lib.Neighbours(mask, k_valid[:, None, p:-p])
 
 
 def _over_rows(body: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -224,13 +223,13 @@ def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array,
         q, q_positions, q_segments, first, last = x
 
         def key_tile(j: jax.Array, state: Any) -> Any:
-            k, v, k_positions, k_segments, k_valid, is_key = _at(tiles.key_side(), j)
+            k, v, k_positions, k_segments, k_valid = _at(tiles.key_side(), j)
             terms = _bias_terms(spec, arrays.bias_params, adapt_params, q_positions, k_positions, dtype)
 
             def rows(_: None, x: Any) -> tuple[None, Any]:
                 (q, k, v, q_segments, k_segments, k_valid), (out, top, total) = x
                 mask = args_lib.allowed(spec.causal, q_positions, k_positions, q_segments, k_segments, k_valid)
-                mask, neighbours = _masks(spec, mask, is_key)
+                mask, neighbours = _masks(spec, mask, k_valid)
                 a = _tile_logits(spec, neighbours, q, k, adapt_params, terms)
                 if mask is not None:
                     mask = jnp.broadcast_to(mask[None], a.shape)
@@ -289,7 +288,7 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
 
         def key_tile(j: jax.Array, carry: Any) -> Any:
             d_q, d_k, d_v, d_bias_params, d_adapt_params = carry
-            k, v, k_positions, k_segments, k_valid, is_key = _at(tiles.key_side(), j)
+            k, v, k_positions, k_segments, k_valid = _at(tiles.key_side(), j)
             terms, terms_vjp = jax.vjp(
                 lambda b, a: _bias_terms(spec, b, a, q_positions, k_positions, dtype), bias_params, adapt_params
             )
@@ -297,7 +296,7 @@ def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) ->
             def rows(carry: Any, x: Any) -> tuple[Any, Any]:
                 q, k, v, q_segments, k_segments, k_valid, d_out, delta, lse = x
                 mask = args_lib.allowed(spec.causal, q_positions, k_positions, q_segments, k_segments, k_valid)
-                mask, neighbours = _masks(spec, mask, is_key)
+                mask, neighbours = _masks(spec, mask, k_valid)
                 a, logits_vjp = jax.vjp(functools.partial(_tile_logits, spec, neighbours), q, k, adapt_params, terms)
                 p = jnp.exp(a - lse[..., None])
                 if mask is not None:

@@ -18,22 +18,27 @@ def logits(spec: Spec, arrays: Arrays) -> jax.Array:
     mask = args_lib.allowed(spec.causal, *arrays[5:])
     mask = jnp.ones((1, *s.shape[2:]), bool) if mask is None else mask
 
-    def rows(s: jax.Array, q_positions: jax.Array, k_positions: jax.Array, mask: jax.Array) -> jax.Array:
-        """[H, b, Tq, Tk] for batch rows that share their positions [Tq] and [Tk]; mask [1 or b, Tq, Tk]."""
+    is_key = jnp.ones((1, s.shape[-1]), bool) if arrays.k_valid is None else arrays.k_valid
+
+    def rows(
+        s: jax.Array, q_positions: jax.Array, k_positions: jax.Array, mask: jax.Array, is_key: jax.Array
+    ) -> jax.Array:
+        """[H, b, Tq, Tk] for batch rows that share their positions [Tq] and [Tk]; mask [1 or b, Tq, Tk], is_key
+        [1 or b, 1, Tk]."""
         bias = None
         if spec.bias is not None:
             bias = biases.bias_values(spec.bias, arrays.bias_params, spec.num_heads, q_positions, k_positions, dtype)
             bias = _pad_keys(bias, halo)
         terms = adapt_lib.bias_terms(spec.adapt, params, bias)
-        is_key = _pad_keys(jnp.ones(s.shape[-1], bool), halo // 2)
-        neighbours = adapt_lib.Neighbours(_pad_keys(mask, halo), is_key)
+        neighbours = adapt_lib.Neighbours(_pad_keys(mask, halo), _pad_keys(is_key, halo // 2))
         return adapt_lib.adapt_logits(spec.adapt, params, _pad_keys(s, halo), terms, neighbours)
 
     if arrays.q_positions.shape[0] == 1:
-        return rows(s, arrays.q_positions[0], arrays.k_positions[0], mask)
+        return rows(s, arrays.q_positions[0], arrays.k_positions[0], mask, is_key[:, None])
     mask = jnp.broadcast_to(mask, s.shape[1:])
-    per_row = jax.vmap(rows, in_axes=(1, 0, 0, 0), out_axes=1)
-    return per_row(s[:, :, None], arrays.q_positions, arrays.k_positions, mask[:, None])[:, :, 0]
+    is_key = jnp.broadcast_to(is_key, (s.shape[1], s.shape[3]))
+    per_row = jax.vmap(rows, in_axes=(1, 0, 0, 0, 0), out_axes=1)
+    return per_row(s[:, :, None], arrays.q_positions, arrays.k_positions, mask[:, None], is_key[:, None, None])[:, :, 0]
 
 
 def _pad_keys(x: jax.Array, width: int) -> jax.Array:

@@ -115,9 +115,8 @@ def _key_info(plan: Plan, arrays: Arrays) -> jax.Array:
     """int32 [1 or B, 8, cut Tk], the rows that ``tpu_tiles`` names."""
     batch = arrays.k.shape[1] if plan.rows_of_keys else 1
     shape = (batch, arrays.k.shape[2])
-    is_key = jnp.ones(shape, jnp.int32)
-    valid = is_key if arrays.k_valid is None else arrays.k_valid.astype(jnp.int32)
-    segments = jnp.zeros_like(is_key) if arrays.k_segments is None else arrays.k_segments
+    valid = jnp.ones(shape, jnp.int32) if arrays.k_valid is None else arrays.k_valid.astype(jnp.int32)
+    segments = jnp.zeros_like(valid) if arrays.k_segments is None else arrays.k_segments
     lane = jnp.arange(plan.k_blocks * plan.block_k) % plan.block_k
     inner = ((lane >= plan.halo) & (lane < plan.halo + plan.own_keys)).astype(jnp.int32)
     allowed = _cut_keys(plan, valid)
@@ -126,7 +125,6 @@ def _key_info(plan: Plan, arrays: Arrays) -> jax.Array:
         _cut_keys(plan, segments),
         allowed,
         allowed * inner[None],
-        _cut_keys(plan, is_key),
     ]
     return jnp.pad(jnp.stack(rows, axis=1), ((0, 0), (0, 8 - len(rows)), (0, 0)))
 

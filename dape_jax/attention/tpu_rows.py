@@ -57,7 +57,7 @@ class Geometry(NamedTuple):
       q_each: int32 [1, 128] for each of the G queries, its position in every lane.
       k_positions: int32 [1, keys].
       allowed: bool [R, keys], or None; entries of a convolving network that are not allowed are zero.
-      is_key: bool [1, keys], or None; False beyond the first and last key.
+      is_key: bool [1, keys], or None; False beyond the first and last key and on padding.
     """
 
     q_positions: jax.Array | None

@@ -21,7 +21,7 @@ from dape_jax.attention.tpu_plan import Plan, Scalars, row_index
 from dape_jax.attention.tpu_rows import LANES, Geometry, lanes
 
 # Rows of `keys` (int32 [8, block_k] of a key block).
-POSITION, SEGMENT, ALLOWED, OWN, IS_KEY = range(5)
+POSITION, SEGMENT, ALLOWED, OWN = range(4)
 
 # Rows (query, head) ---------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ def geometry(plan: Plan, g: Any, query: Query, keys: Any) -> Geometry:
     k_positions = keys[0, POSITION : POSITION + 1, :]
     if not plan.halo:
         return Geometry(q_positions, q_each, k_positions, None, None)
-    is_key = keys[0, IS_KEY : IS_KEY + 1, :] != 0
+    is_key = keys[0, ALLOWED : ALLOWED + 1, :] != 0
     return Geometry(q_positions, q_each, k_positions, mask(plan, g, query, keys, ALLOWED), is_key)
 
 

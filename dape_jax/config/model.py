@@ -40,11 +40,14 @@ def split_position(position: str) -> Position:
     inner = position.removeprefix("dape_")
     encoding = inner.removeprefix("randomised_")
     if encoding not in LABELS:
-        names = [*LABELS, *(f"randomised_{name}" for name in LABELS)]
-        raise UserError(
-            f"model.position={position!r} is unknown{nearest(position, [*names, *map('dape_{}'.format, names)])}"
-        )
+        raise UserError(f"model.position={position!r} is unknown{nearest(position, positions())}")
     return Position(encoding, inner != encoding, position != inner)
+
+
+def positions() -> list[str]:
+    """All that ``model.position`` may be."""
+    names = [*LABELS, *(f"randomised_{name}" for name in LABELS)]
+    return [*names, *(f"dape_{name}" for name in names)]
 
 
 def method_label(position: str) -> str:
@@ -80,11 +83,23 @@ def transformer(config: Config, vocab_size: int, platform: str, batch_axes: tupl
 
 
 def encoder(
-    config: Config, vocab_size: int, output_size: int, platform: str, batch_axes: tuple[str, ...] = ()
+    config: Config,
+    vocab_size: int,
+    output_size: int,
+    longest_row: int,
+    platform: str,
+    batch_axes: tuple[str, ...] = (),
 ) -> TransformerConfig:
-    """The bidirectional model of a configuration, with ``output_size`` numbers for each token."""
+    """The bidirectional model of a configuration, with ``output_size`` numbers for each token.
+
+    ``longest_row``, tokens of a training row, is the length that YaRN's scale is relative to: a row has outputs besides
+    the input that ``data.sequence_length`` is about.
+    """
     causal = transformer(config, vocab_size, platform, batch_axes)
-    return dataclasses.replace(causal, causal=False, output_size=output_size)
+    rotary = causal.rotary
+    if isinstance(rotary, YaRN):
+        rotary = dataclasses.replace(rotary, train_length=longest_row)
+    return dataclasses.replace(causal, causal=False, output_size=output_size, rotary=rotary)
 
 
 def _bias(config: Config, encoding: str, dape: bool) -> biases.Bias | None:

@@ -31,7 +31,8 @@ class T5Section:
 
 @dataclasses.dataclass(frozen=True)
 class YarnSection:
-    """YaRN's ramp. Its training length is ``data.sequence_length``, its scale that of the length that is read."""
+    """YaRN's ramp. Its training length is ``data.sequence_length``, of a task the tokens of the longest row, and its
+    scale that of the length that is read."""
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0

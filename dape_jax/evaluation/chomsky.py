@@ -32,7 +32,7 @@ class Accuracies(NamedTuple):
       correct, counted: int64 [n], outputs that were right, and that count.
       solved: int64 [n], rows all of whose counted outputs were right.
       rows: of each length.
-      compilations: programs that were compiled.
+      widths: int [n], the tokens that rows of each length were padded to.
       seconds: how long it took.
     """
 
@@ -41,8 +41,13 @@ class Accuracies(NamedTuple):
     counted: np.ndarray
     solved: np.ndarray
     rows: int
-    compilations: int
+    widths: np.ndarray
     seconds: float
+
+    @property
+    def compilations(self) -> int:
+        """Programs that were compiled."""
+        return len(np.unique(self.widths))
 
 
 def score(
@@ -50,6 +55,7 @@ def score(
     params: Any,
     mesh: Mesh,
     task: Task,
+    trained_row: int,
     longest: int,
     samples: int,
     seed: int = 0,
@@ -58,7 +64,19 @@ def score(
 ) -> Accuracies:
     """Scores ``samples`` rows of every length 1 to ``longest``, which ``seed`` and the length determine.
 
-    Randomised positions are one draw for each length, of the same seed.
+    Randomised positions are one draw for each length, of the same seed. YaRN's scale is that of ``Accuracies.widths``,
+    the longest row of a group of lengths, so that one program serves the group.
+
+    Args:
+      model, params: what is scored.
+      mesh: devices.
+      task: on what.
+      trained_row: tokens of the longest training row: rows up to it are a group of lengths of their own.
+      longest: the longest input.
+      samples: rows of each length.
+      seed: of the samples and of randomised positions.
+      show_progress: whether to draw a bar.
+      stop: see below.
 
     Raises:
       Stopped: ``stop`` was set on any process, which is looked at before each batch.
@@ -66,19 +84,19 @@ def score(
     """
     lengths = np.arange(task.min_length, longest + 1)
     totals = np.asarray([total_length(task, int(n)) for n in lengths])
-    widths = padded_widths(totals)
+    widths = padded_widths(totals, trained_row)
     try:
         model.check_length(int(widths.max()))
     except UserError as e:
         raise UserError(f"test lengths up to {longest}: {e} (model.randomised.range, model.learned.length)") from e
     counts = np.zeros((3, len(lengths)), np.int64)
-    fn = _counter(model, mesh)
     started = time.monotonic()
     progress = tqdm(total=int(samples * totals.sum()), desc=f"evaluating {task.name}", unit="token", unit_scale=True,
                     disable=not show_progress)  # fmt: skip
     with jax.set_mesh(mesh), progress:
         for i, (length, total, width) in enumerate(zip(lengths.tolist(), totals, widths.tolist(), strict=True)):
             progress.set_postfix_str(f"length {length}")
+            fn = _counter(model.for_length(width), mesh)
             rows = rows_at_once(width, samples, mesh.size)
             whole = draw(task, seed, length, EVALUATION, samples, length, width)
             key = jax.random.fold_in(jax.random.key(seed), length)
@@ -91,12 +109,14 @@ def score(
                 counts[:, i] += np.asarray(fn(params, sharding.put_batch(mesh, part), key))[:, :count].sum(axis=1)
                 progress.update(count * int(total))
     correct, counted, solved = counts
-    return Accuracies(lengths, correct, counted, solved, samples, len(np.unique(widths)), time.monotonic() - started)
+    return Accuracies(lengths, correct, counted, solved, samples, widths, time.monotonic() - started)
 
 
-def padded_widths(totals: np.ndarray) -> np.ndarray:
-    """For each number of tokens the smallest of at most ``WIDTHS`` that is not below it."""
-    grid = np.unique(np.linspace(totals.max() / WIDTHS, totals.max(), WIDTHS).round().astype(int))
+def padded_widths(totals: np.ndarray, trained_row: int) -> np.ndarray:
+    """For each number of tokens the smallest of at most ``WIDTHS`` that is not below it; ``trained_row`` is one."""
+    most = totals.max()
+    beyond = np.linspace(min(trained_row, most), most, WIDTHS).round().astype(int)
+    grid = np.unique(beyond)
     return grid[np.searchsorted(grid, totals)]
 
 
@@ -110,7 +130,7 @@ def _filled(x: np.ndarray, rows: int) -> np.ndarray:
     return np.concatenate([x, np.repeat(x[:1], rows - len(x), axis=0)])
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2 * WIDTHS)
 def _counter(model: TransformerConfig, mesh: Mesh) -> Callable[..., jax.Array]:
     def count(params: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
         """int32 [3, B]: outputs that are right, that count, and whether all that count are right, for each row."""

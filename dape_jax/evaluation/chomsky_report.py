@@ -13,6 +13,7 @@ from dape_jax.data.chomsky.batches import total_length
 from dape_jax.evaluation import plots
 from dape_jax.evaluation.chomsky import Accuracies
 from dape_jax.evaluation.report import FORMAT, write_json
+from dape_jax.rotary import YaRN
 from dape_jax.training.run import Run
 
 PROTOCOL = "chomsky"
@@ -51,6 +52,7 @@ def make_report(
         "scored_outputs": accuracies.counted.tolist(),
         "samples_of_each_length": accuracies.rows,
         "compilations": accuracies.compilations,
+        **_yarn_scales(run, accuracies),
         "seconds": round(accuracies.seconds, 1),
         "model": {"layers": run.model.num_layers, "heads": run.model.num_heads, "width": run.model.width},
         "dtype": run.model.dtype,
@@ -59,6 +61,14 @@ def make_report(
         "device": f"{run.mesh.size} x {jax.devices()[0].device_kind}",
         "versions": {"dape_jax": dape_jax.__version__, "jax": jax.__version__},
     }
+
+
+def _yarn_scales(run: Run, accuracies: Accuracies) -> dict[str, list[float]]:
+    """YaRN's scale at each length."""
+    if not isinstance(run.model.rotary, YaRN):
+        return {}
+    rotary = [run.model.for_length(width).rotary for width in accuracies.widths.tolist()]
+    return {"yarn_scales": [x.scale for x in rotary if isinstance(x, YaRN)]}
 
 
 def report_name(task: str, step: int, longest: int) -> str:

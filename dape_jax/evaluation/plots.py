@@ -65,7 +65,7 @@ def accuracy_by_length(reports: Sequence[dict[str, Any]], path: Path) -> None:
     first = reports[0]
     axes.axvspan(first["lengths"][0], first["train_length"], color="grey", alpha=0.2, label="training lengths")
     for report in reports:
-        axes.plot(report["lengths"], report["accuracy"], linewidth=1, label=report.get("label", report["method"]))
+        axes.plot(report["lengths"], report["accuracy"], linewidth=1, label=report["method"])
     axes.axhline(first["chance"], color="grey", linestyle=":", label="chance")
     axes.set_ylim(0, 102)
     axes.set_xlabel("input length (tokens)")

@@ -81,13 +81,24 @@ class Attention(nnx.Module):
         self.dape = None if adapt is None else DAPE(adapt, num_heads, has_bias=bias is not None, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        valid: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends over x [B, T, M]; int32 positions [T] or [B, T], default 0 .. T-1; int32 segment_ids [B, T]."""
+        """Attends over x [B, T, M].
+
+        Args:
+          x: activations.
+          positions: int32 [T] or [B, T]; default 0 .. T-1.
+          segment_ids: int32 [B, T]; only equal ones attend to each other.
+          valid: bool [B, T]; False marks padding, which nobody attends to.
+        """
         counted = jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
         q, k, v = self._project(x, counted)
         # Not given rather than counted: kernels do less where they know that positions are consecutive.
-        return self._attend(q, k, v, positions, positions, segment_ids)
+        return self._attend(q, k, v, positions, positions, segment_ids, valid)
 
     def extend(
         self, x: jax.Array, cache: KeyValues, index: jax.Array, positions: jax.Array
@@ -125,6 +136,7 @@ class Attention(nnx.Module):
         q_positions: jax.Array | None,
         k_positions: jax.Array | None,
         segment_ids: jax.Array | None = None,
+        valid: jax.Array | None = None,
     ) -> jax.Array:
         out = dape_attention(
             q,
@@ -139,6 +151,7 @@ class Attention(nnx.Module):
             k_positions=k_positions,
             q_segment_ids=segment_ids,
             k_segment_ids=segment_ids,
+            k_valid=valid,
             backend=self.backend,
             batch_axes=self.batch_axes,
         )

@@ -163,9 +163,13 @@ class Block(nnx.Module):
         self.mlp_out = nnx.Linear(config.mlp_width, width, dtype=dtype, kernel_init=outer, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        valid: jax.Array | None = None,
     ) -> jax.Array:
-        return self._feed_forward(x + self.attention(self.attention_norm(x), positions, segment_ids))
+        return self._feed_forward(x + self.attention(self.attention_norm(x), positions, segment_ids, valid))
 
     def extend(
         self, x: jax.Array, cache: KeyValues, index: jax.Array, positions: jax.Array
@@ -208,6 +212,7 @@ class TransformerLM(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         key: jax.Array | None = None,
+        valid: jax.Array | None = None,
     ) -> jax.Array:
         """Final hidden states, in the activations' dtype.
 
@@ -217,6 +222,7 @@ class TransformerLM(nnx.Module):
           segment_ids: int32 [B, T]; only equal ones attend to each other.
           key: for randomised positions: T positions are drawn with it, and ``positions`` says which of them each token
             has. Without a key, ``positions`` are what was drawn. Other models do not read it.
+          valid: bool [B, T]; False marks padding, which nobody attends to.
         """
         axes, length = self.config.batch_axes, tokens.shape[1]
         self.config.check_length(length)
@@ -225,7 +231,7 @@ class TransformerLM(nnx.Module):
             positions = drawn if positions is None else drawn[positions]
 
         def step(block: Block, x: jax.Array) -> jax.Array:
-            return _placed(block(x, positions, segment_ids), axes)
+            return _placed(block(x, positions, segment_ids, valid), axes)
 
         policy = REMAT[self.config.remat]
         if policy is not None:

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 import dape_jax
 from dape_jax.errors import UserError
+from dape_jax.training.identity import difference
 from dape_jax.training.step import TrainState
 from dape_jax.training.stop import agreed
 
@@ -98,20 +99,23 @@ class Checkpoints:
         )
         return TrainState(restored.params, restored.optimizer["opt_state"], restored.optimizer["step"])
 
-    def restore_latest(self, abstract: TrainState) -> tuple[int, TrainState] | None:
+    def restore_latest(self, abstract: TrainState, config: Mapping[str, Any]) -> tuple[int, TrainState] | None:
         """The newest checkpoint that can be restored, with its step; None if there are none at all.
 
         Newer ones that cannot be are named in the log and moved aside, to ``damaged_checkpoints`` beside
         ``directory``, since the run will write checkpoints of the same steps again. Processes decide together.
 
         Raises:
-          UserError: there are checkpoints, but none can be restored.
+          UserError: there are checkpoints, but none can be restored, or one is of a run with another ``config``.
         """
         failures: dict[int, str] = {}
         for step in reversed(self.steps()):
             state, failure = None, None
             try:
+                self._check_run(step, config)
                 state = self.restore(step, abstract)
+            except UserError:
+                raise
             except Exception as e:  # what is raised depends on the file that is damaged
                 failure = _reason(e)
             if agreed(failure is not None):
@@ -136,15 +140,18 @@ class Checkpoints:
             )
         return None
 
-    def restore_params(self, step: int, abstract: Any) -> Any:
+    def restore_params(self, step: int, abstract: Any, config: Mapping[str, Any]) -> Any:
         """The parameters alone.
 
         Raises:
-          UserError: they cannot be restored.
+          UserError: they cannot be restored, or are of a run with another ``config``.
         """
         args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
         try:
+            self._check_run(step, config)
             restored: Any = self._manager.restore(step, args=args)
+        except UserError:
+            raise
         except Exception as e:  # what is raised depends on the file that is damaged
             others = [s for s in self.steps() if s != step]
             hint = f"; there are also steps {others}" if others else ""
@@ -161,6 +168,16 @@ class Checkpoints:
             return
         self.wait()
         self._manager.close()
+
+    def _check_run(self, step: int, config: Mapping[str, Any]) -> None:
+        """Refuses the checkpoint of a run with another configuration, as after two folders were mixed up."""
+        saved: Any = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+        found = difference(saved.run["config"], config)
+        if found is not None:
+            raise UserError(
+                f"the checkpoint of step {step} in {self._directory} is another run's: {found.field} is "
+                f"{found.before!r} in it and {found.now!r} in this run; put this run's own checkpoints there"
+            )
 
     def _set_aside(self, step: int) -> Path:
         """Moves the checkpoint of ``step`` out of the way; returns where to."""

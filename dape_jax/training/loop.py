@@ -57,7 +57,7 @@ def train(run: Run, workdir: Path, show_progress: bool = True, stop: StopFlag | 
             claim(workdir, run)
         multihost_utils.sync_global_devices("workdir claimed")  # the others look into it only then
         checkpoints = Checkpoints(workdir / "checkpoints", keep=training.keep_checkpoints)
-        first, state = checkpoints.restore_latest(abstract) or (0, init())
+        first, state = checkpoints.restore_latest(abstract, config_lib.to_dict(config)) or (0, init())
         _log.info(
             "%s: %s parameters, %s, mesh %s, attention %s, checkpoint every %d steps",
             config_lib.method_label(config.model.position),

@@ -59,7 +59,7 @@ class Transduction:
     """Outputs read at placeholders, on rows of one input length, padded to a common width T.
 
     A batch has ``tokens`` int32 [B, T], ``targets`` int32 [B, T] where ``weights`` [B, T] is 1, and ``valid`` bool
-    [B, T], False on padding, which valid tokens do not attend to.
+    [B, T], False on padding, which nobody attends to.
     """
 
     def targets(self, batch: dict[str, jax.Array]) -> jax.Array:
@@ -79,7 +79,7 @@ def read(config: TransformerConfig, params: Any, batch: dict[str, jax.Array], ke
         # As many as there are valid tokens, so that padding does not change what they are.
         count = valid.sum(axis=1).max()
         positions = random_positions(key, valid.shape[1], config.random_range, count)
-    return make_model(config, params)(batch["tokens"], positions, (~valid).astype(jnp.int32))
+    return make_model(config, params)(batch["tokens"], positions, valid=valid)
 
 
 def position_key(config: TransformerConfig, seed: int, step: jax.Array | int) -> jax.Array | None:

@@ -16,6 +16,9 @@ from dape_jax.errors import UserError
 from dape_jax.nn import TransformerConfig
 from dape_jax.training.objective import Batch, NextToken, Objective, Transduction
 
+VALIDATION_LENGTHS = 8
+"""Input lengths of a task that its validation loss is a mean over, where there are so many batches."""
+
 
 class Problem(Protocol):
     """Batches by step, and what identifies them.
@@ -146,7 +149,7 @@ class Chomsky:
         """Of some batches of training, so that a change of the sampler shows."""
         digest = hashlib.sha256()
         for step in range(4):
-            batch = self._draw(step, task_batches.TRAINING)
+            batch = self._training_batch(step)
             for name in sorted(batch):
                 digest.update(np.ascontiguousarray(batch[name]).tobytes())
         return digest.hexdigest()
@@ -166,14 +169,7 @@ class Chomsky:
         return [f"{self.name}: inputs of lengths {self.task.min_length} to {longest}, rows of {self.row_length} tokens"]
 
     def check(self, model: TransformerConfig) -> None:
-        """Refuses what padding would change, and test lengths that there are not enough positions for."""
-        position, kernel_width = self.config.model.position, self.config.model.dape.kernel_width
-        if "yarn" in position:
-            raise UserError(f"model.position={position!r}: YaRN's scale would depend on the padding of tasks; use rope")
-        if kernel_width > 1 and position.startswith("dape_"):
-            raise UserError(
-                f"model.dape.kernel_width={kernel_width}: the convolution reads the padding of tasks; 1 is needed"
-            )
+        """Refuses test lengths that there are not enough positions for."""
         longest = max(self.config.evaluation.lengths)
         try:
             model.check_length(task_batches.longest(self.task, longest))
@@ -188,19 +184,24 @@ class Chomsky:
         )  # fmt: skip
 
     def origins(self, batch: int) -> list[dict[str, Any]]:
-        rows = self._draw(batch, task_batches.TRAINING)["tokens"]
+        rows = self._training_batch(batch)["tokens"]
         symbols = self.task.input_symbols
         return [{"row": i, "input": "".join(symbols[t] for t in row if t < len(symbols))} for i, row in enumerate(rows)]
 
     def validation(self, rows: int, devices: int) -> list[Batch]:
-        count = -(-self.config.training.validation_windows // rows)
-        return [self._draw(i, task_batches.VALIDATION, rows) for i in range(count)]
+        """Batches of lengths that are spread evenly from the shortest to the longest, each of one length."""
+        wanted, longest = self.config.training.validation_windows, self.config.data.sequence_length
+        size = min(rows, devices * -(-wanted // (devices * VALIDATION_LENGTHS)))
+        lengths = np.linspace(self.task.min_length, longest, -(-wanted // size)).round().astype(int).tolist()
+        return [self._draw(i, task_batches.VALIDATION, size, length) for i, length in enumerate(lengths)]
 
-    def _draw(self, step: int, stream: int, rows: int | None = None) -> dict[str, np.ndarray]:
+    def _training_batch(self, step: int) -> dict[str, np.ndarray]:
         training, longest = self.config.training, self.config.data.sequence_length
-        rows = training.batch_size if rows is None else rows
         length = task_batches.training_length(self.task, longest, training.seed, step)
-        return task_batches.draw(self.task, training.seed, step, stream, rows, length, self.row_length)
+        return self._draw(step, task_batches.TRAINING, training.batch_size, length)
+
+    def _draw(self, step: int, stream: int, rows: int, length: int) -> dict[str, np.ndarray]:
+        return task_batches.draw(self.task, self.config.training.seed, step, stream, rows, length, self.row_length)
 
     @property
     def row_length(self) -> int:

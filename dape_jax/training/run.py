@@ -47,8 +47,11 @@ def make_run(config: Config, show_progress: bool = True) -> Run:
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
     if config.data.source == CHOMSKY:
         task = get_task(str(config.data.task))
-        model = config_lib.encoder(config, task.input_vocab + 1, task.output_vocab, jax.default_backend(), BATCH_AXES)
-        return Run(config, model, Chomsky(config, task), mesh)
+        problem = Chomsky(config, task)
+        model = config_lib.encoder(
+            config, task.input_vocab + 1, task.output_vocab, problem.row_length, jax.default_backend(), BATCH_AXES
+        )
+        return Run(config, model, problem, mesh)
     coder = tokenizer.load_tokenizer(config.data.tokenizer)
     source = load_text(config)
     tokens = cache.open_or_build(

@@ -12,17 +12,10 @@ from typing import Any
 from dape_jax import config as config_lib
 from dape_jax.config import Config
 from dape_jax.errors import UserError
+from dape_jax.training.identity import difference
 from dape_jax.training.run import Run
 
 _log = logging.getLogger(__name__)
-
-FREE = ("training.log_every", "training.checkpoint_every", "training.keep_checkpoints", "training.validate_every",
-        "training.validation_windows", "training.accumulate", "training.tensorboard", "evaluation", "mesh",
-        "data.cache_dir", "data.path", "data.tokenizer", "model.remat")  # fmt: skip
-"""Fields that a resumed run may change: they do not change what is computed, only where, how often and how fast.
-``data.path`` and ``data.tokenizer`` may move because the text and the tokenizer themselves are compared, by hashes.
-``training.accumulate`` goes with the number of devices."""
-
 
 CONFIG_FILE = "config.json"
 _PARTIAL = "config.partial"
@@ -74,7 +67,7 @@ def sole_training(workdir: Path) -> Iterator[None]:
 def claim(workdir: Path, run: Run) -> None:
     """Makes ``workdir`` this run's, or checks that it already is: it holds config.json, with tokenizer and text's hash.
 
-    Fields that may change between starts (``FREE``) are brought up to date there.
+    Fields that may change between starts (``identity.FREE``) are brought up to date there.
     """
     refuse_foreign(workdir)
     path = workdir / CONFIG_FILE
@@ -85,8 +78,10 @@ def claim(workdir: Path, run: Run) -> None:
         "tokens_sha256": run.problem.fingerprint,
     }
     if path.exists():
+        before = _read(path)
+        check_same(workdir, before["config"], record["config"])  # first, since a task has its own vocabulary
         check_tokenizer(workdir, run.config.data.tokenizer, run.problem.tokenizer)
-        check_same(workdir, _read(path), record)
+        check_same(workdir, before, record)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         partial = workdir / _PARTIAL
@@ -97,15 +92,13 @@ def claim(workdir: Path, run: Run) -> None:
 
 
 def check_same(workdir: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuses what differs, but for fields that may change (``FREE``), between two records or configurations."""
-    before, now = _flat(before), _flat(now)
-    for name in sorted({*before, *now}):
-        field = name.removeprefix("config.")
-        if before.get(name) != now.get(name) and not any(field == f or field.startswith(f"{f}.") for f in FREE):
-            raise UserError(
-                f"workdir {workdir} holds another run: {field} is {before.get(name)!r} there and "
-                f"{now.get(name)!r} here; use another workdir"
-            )
+    """Refuses what differs, but for fields that may change, between two records or configurations."""
+    found = difference(before, now)
+    if found is not None:
+        raise UserError(
+            f"workdir {workdir} holds another run: {found.field} is {found.before!r} there and {found.now!r} here; "
+            "use another workdir"
+        )
 
 
 def load_config(workdir: Path) -> Config:
@@ -149,12 +142,3 @@ def _read(path: Path) -> dict[str, Any]:
         return {"config": dict(record["config"]), "tokenizer": dict(record["tokenizer"]), **texts}
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} is damaged: {e!r}") from e
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
-    return flat

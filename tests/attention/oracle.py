@@ -9,13 +9,14 @@ import numpy as np
 from dape_jax import biases
 
 
-def network(adapt, p, x):
-    """f at every pair of one row: channels x [C, Tq, Tk], zero where not allowed, by loops over taps."""
+def network(adapt, p, x, is_key):
+    """f at every pair of one row: channels x [C, Tq, Tk], zero where not allowed, by loops over taps; is_key [Tk]
+    is False on padding."""
     if adapt.per_head:
         heads = len(p["w1"])
         one = dataclasses.replace(adapt, per_head=False)
         return np.concatenate(
-            [network(one, {n: w[h] for n, w in p.items()}, x[h::heads]) for h in range(heads)]
+            [network(one, {n: w[h] for n, w in p.items()}, x[h::heads], is_key) for h in range(heads)]
         )  # fmt: skip
 
     def convolve(x, w, b):
@@ -26,7 +27,8 @@ def network(adapt, p, x):
         return out + b[:, None, None]
 
     hidden = convolve(x, p["w1"], p["b1"])
-    return convolve(np.where(hidden >= 0, hidden, 0.01 * hidden), p["w2"], p["b2"])
+    act = np.where(hidden >= 0, hidden, 0.01 * hidden)
+    return convolve(np.where(is_key, act, 0.0) if adapt.kernel_width > 1 else act, p["w2"], p["b2"])
 
 
 def oracle(q, k, v, *, bias, bias_params, adapt, adapt_params, causal, q_positions, k_positions, q_segments=None,
@@ -45,8 +47,8 @@ def oracle(q, k, v, *, bias, bias_params, adapt, adapt_params, causal, q_positio
             mask &= kp[None, :] <= qp[:, None]
         if q_segments is not None:
             mask &= np.asarray(q_segments)[row][:, None] == np.asarray(k_segments)[row][None, :]
-        if k_valid is not None:
-            mask &= np.asarray(k_valid)[row][None, :]
+        is_key = np.ones(len(kp), bool) if k_valid is None else np.asarray(k_valid)[row]
+        mask &= is_key[None, :]
         s = np.einsum("qhd,khd->hqk", q[row], k[row]) * q.shape[3] ** -0.5
         b = 0.0 * s
         if bias is not None:
@@ -60,7 +62,7 @@ def oracle(q, k, v, *, bias, bias_params, adapt, adapt_params, causal, q_positio
             x = {"add_residual": s + b, "bias_only": b}.get(
                 adapt.variant, s if bias is None else np.concatenate([s, b])
             )
-            a = a + network(adapt, params, np.where(mask, x, 0.0) if adapt.kernel_width > 1 else x)
+            a = a + network(adapt, params, np.where(mask, x, 0.0) if adapt.kernel_width > 1 else x, is_key)
         top = np.where(mask, a, -1e300).max(-1, keepdims=True)
         weights = np.exp(np.where(mask, a - top, -np.inf))
         weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)

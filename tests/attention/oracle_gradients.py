@@ -47,15 +47,15 @@ def attention_and_gradients(
         mask &= (k_positions[:, None, :] <= q_positions[:, :, None])[:, None]
     if q_segments is not None:
         mask &= (np.asarray(q_segments)[:, :, None] == np.asarray(k_segments)[:, None, :])[:, None]
-    if k_valid is not None:
-        mask &= np.asarray(k_valid)[:, None, None, :]
+    is_key = np.ones((batch, 1, 1, k_length), bool) if k_valid is None else np.asarray(k_valid)[:, None, None, :]
+    mask &= is_key
 
     s = scale * np.einsum("bqhd,bkhd->bhqk", q, repeated_k)
     b, bias_vjp = _bias(bias, bias_params, heads, q_positions, k_positions)
     base = s if adapt is not None and adapt.variant == "concat" else s + b
     f, network_vjp, kink = np.zeros_like(s), lambda _: (0.0, 0.0, {}), np.inf
     if adapt is not None:
-        f, network_vjp, kink = _network(adapt, params, s, b if bias is not None else None, mask)
+        f, network_vjp, kink = _network(adapt, params, s, b if bias is not None else None, mask, is_key)
     a = np.where(mask, base + f, -np.inf)
     top = np.max(np.where(mask, a, -1e300), axis=-1, keepdims=True)
     p = np.exp(a - top)
@@ -112,12 +112,15 @@ def _convolve(x, w, b):
     return y, vjp
 
 
-def _network(adapt, params, s, b, mask):
-    """f(S, B), its vjp to (d_s, d_b, d_params), and ``Result.nearest_kink``. ``b`` None without a bias."""
+def _network(adapt, params, s, b, mask, is_key):
+    """f(S, B), its vjp to (d_s, d_b, d_params), and ``Result.nearest_kink``. ``b`` None without a bias; ``is_key``
+    [B, 1, 1, Tk] is False on padding."""
     if adapt.per_head:
         one = dataclasses.replace(adapt, per_head=False)
         parts = [
-            _network(one, {n: x[h] for n, x in params.items()}, s[:, [h]], None if b is None else b[:, [h]], mask)
+            _network(
+                one, {n: x[h] for n, x in params.items()}, s[:, [h]], None if b is None else b[:, [h]], mask, is_key
+            )
             for h in range(s.shape[1])
         ]
 
@@ -138,6 +141,8 @@ def _network(adapt, params, s, b, mask):
     hidden, first_vjp = _convolve(x, params["w1"], params["b1"])
     kink = np.min(np.abs(hidden) / _convolve(np.abs(x), np.abs(params["w1"]), np.abs(params["b1"]))[0])
     slope = np.where(hidden >= 0, 1.0, 0.01)
+    if adapt.kernel_width > 1:
+        slope = np.where(is_key, slope, 0.0)
     f, second_vjp = _convolve(slope * hidden, params["w2"], params["b2"])
 
     def vjp(d_f):

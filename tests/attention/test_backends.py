@@ -85,6 +85,21 @@ def test_every_argument(name, causal, k, backend):
     assert_gradients_close(results[backend], results["reference"], 3e-5)
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("backend", EVERY)
+def test_keys_that_pad_are_beyond_the_last_one_for_a_convolution_too(backend, per_head):
+    bias, adapt, length = KerpleLog(), Adapt(width=8, kernel_width=5, per_head=per_head), 13
+    arrays, cotangent = make(2, 21, 21, 4, 2, 8, bias, adapt)
+    cotangent = cotangent.at[:, length:].set(0.0)
+    valid, blocks = jnp.broadcast_to(jnp.arange(21) < length, (2, 21)), BlockSizes(q=4, k=8, rows=2)
+    got, grads = run(backend, arrays, cotangent, bias, adapt, blocks, causal=False, k_valid=valid)
+    short = (*(x[:, :length] for x in arrays[:3]), *arrays[3:])
+    want, want_grads = run(backend, short, cotangent[:, :length], bias, adapt, blocks, causal=False)
+    assert relative_error(got[:, :length], want) < 2e-6
+    assert not any(np.any(x[:, length:]) for x in grads[:3])
+    assert_gradients_close((*(x[:, :length] for x in grads[:3]), *grads[3:]), want_grads, 3e-5)
+
+
 @pytest.mark.parametrize("backend", EVERY)
 def test_fully_masked_rows_give_zeros_and_zero_gradients(backend):
     bias, adapt = FIRE(width=4), Adapt(width=4)

@@ -26,7 +26,8 @@ CASES = {
         "q_positions": jnp.asarray(ROWS.integers(0, 300, (2, LENGTH)), jnp.int32),
         "k_positions": jnp.asarray(ROWS.integers(0, 300, (2, LENGTH)), jnp.int32)}),
     "kerple, networks of single heads": (KerpleLog(), Adapt(width=3, per_head=True), {}, {}),
-    "power, convolution": (KerplePower(), Adapt(width=4, kernel_width=3), {}, {}),
+    "power, convolution, padding": (KerplePower(), Adapt(width=4, kernel_width=3), {}, {
+        "k_valid": jnp.asarray(np.arange(LENGTH)[None] < np.array([[126], [LENGTH]]))}),
     "bias alone, bidirectional": (KerpleLog(), Adapt("bias_only", width=4), {}, {"causal": False}),
     "nothing, fewer queries": (None, None, {"q_length": 70}, {}),
     "alibi from tables, fewer queries": (

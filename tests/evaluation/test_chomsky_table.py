@@ -29,14 +29,25 @@ def test_cells_are_means_over_seeds_beside_the_papers(tmp_path, capsys):
     assert (first["mean"], first["standard_deviation"], first["seeds"]) == (53.0, 3.0, [0, 1, 2])
     assert (first["paper"], second["paper"], second["standard_deviation"]) == (73.52, 87.57, None)
     assert first["accuracy"] == [99.0, 98.0, 53.0]
+    assert (first["above_chance"], second["above_chance"]) == (False, False)  # 24 rows and 8 rows: 20 % and 35 %
     chomsky_table.print_table(table)
     said = capsys.readouterr().out
-    assert "53.0 ± 3.0 (73.5)" in said
-    assert "80.0 (87.6)" in said
+    assert "53.0 ± 3.0° (73.5)" in said
+    assert "80.0° (87.6)" in said
+    assert "° no better than chance" in said
     assert "DAPE-Kerple" in said
     chomsky_table.write(table, tmp_path / "table")
     assert json.loads((tmp_path / "table.json").read_text()) == table
     assert (tmp_path / "table.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("task", "score", "above"), [
+    ("even_pairs", 50.0, False), ("even_pairs", 52.9, False), ("even_pairs", 53.3, True),
+    ("modular_arithmetic", 20.0, False), ("modular_arithmetic", 22.4, False), ("modular_arithmetic", 22.7, True),
+])  # fmt: skip
+def test_chance_is_left_behind_by_two_standard_errors(task, score, above):
+    cells = chomsky_table.make_table([report(task, score=score, samples_of_each_length=1000)])["cells"]
+    assert cells[0]["above_chance"] == above  # sqrt(p (1 - p) / 1000) is 1.58 % and 1.26 %
 
 
 @pytest.mark.parametrize("what", ["step", "model", "samples_of_each_length", "evaluation_seed", "train_dtype"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ def make(task="even_pairs", position="randomised_rope", **training):
     mapping.model.update(num_layers=1, num_heads=2, width=16)
     mapping.data.update(task=task, sequence_length=8)
     mapping.training.update(steps=8, batch_size=16, log_every=4, checkpoint_every=4, validate_every=4)
-    mapping.training.update(validation_windows=32, **training)
+    mapping.training.update({"validation_windows": 32, **training})
     return make_run(config_lib.from_mapping(mapping))
 
 
@@ -36,10 +37,33 @@ def test_a_resumed_run_computes_the_losses_of_an_unbroken_one(tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "unbroken")
     assert validations(tmp_path / "run") == validations(tmp_path / "unbroken")
     assert len(losses(tmp_path / "run")) == 8
-    with pytest.raises(UserError, match="was trained with task even_pairs"):
+    with pytest.raises(UserError, match="data.task is 'even_pairs' there and 'parity_check' here"):
         loop.train(make("parity_check"), tmp_path / "run", show_progress=False)
     with pytest.raises(UserError, match="is no text"):
         _ = half.tokens
+
+
+def test_the_checkpoint_of_another_task_is_refused(tmp_path):
+    for task in ("even_pairs", "parity_check"):  # of equal shapes
+        loop.train(make(task, steps=4), tmp_path / task, show_progress=False)
+    shutil.rmtree(tmp_path / "parity_check" / "checkpoints")
+    shutil.copytree(tmp_path / "even_pairs" / "checkpoints", tmp_path / "parity_check" / "checkpoints")
+    before = sorted(tmp_path.rglob("*"))
+    for steps in (4, 8):
+        with pytest.raises(
+            UserError, match="'even_pairs' in it and 'parity_check' in this run" if steps == 4 else "here"
+        ):
+            loop.train(make("parity_check", steps=steps), tmp_path / "parity_check", show_progress=False)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_validation_is_of_lengths_from_the_shortest_to_the_longest():
+    batches = make(validation_windows=30).problem.validation(16, 1)
+    lengths = [int(batch["valid"].sum(axis=1).max()) - 1 for batch in batches]
+    assert lengths == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {len(batch["tokens"]) for batch in batches} == {4}
+    two = make(validation_windows=32).problem.validation(16, 16)
+    assert [(int(b["valid"].sum(axis=1).max()) - 1, len(b["tokens"])) for b in two] == [(1, 16), (8, 16)]
 
 
 def _interrupted(run, workdir):
@@ -61,9 +85,7 @@ def test_the_loss_is_the_mean_over_the_outputs_that_count():
     model = dataclasses.replace(run.model, batch_axes=())
     params = init_params(model, jax.random.key(0))
     batch = next(run.problem.batches(5, 0, 1))
-    logits = (
-        make_model(model, params)(batch["tokens"], None, (~batch["valid"]).astype(np.int32)) @ params["head"]["kernel"]
-    )
+    logits = make_model(model, params)(batch["tokens"], valid=batch["valid"]) @ params["head"]["kernel"]
     nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], axis=-1)[..., 0]
     counted = batch["weights"] > 0
     assert 0 < counted.sum() < batch["valid"].sum()

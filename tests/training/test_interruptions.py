@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from dape_jax import config as config_lib
 from dape_jax.errors import UserError
 from dape_jax.training import checkpoint, loop, metrics, stop, validation
 from dape_jax.training.checkpoint import Checkpoints, SaveFailed
@@ -218,7 +219,7 @@ def test_where_no_checkpoint_can_be_restored_the_run_is_refused_and_nothing_move
     assert sorted(trained.rglob("*")) == before
     shapes = jax.eval_shape(lambda: init_params(small().model, jax.random.key(0)))
     with pytest.raises(UserError, match=r"step 12 .* cannot be restored .*; there are also steps \[8\]"):
-        Checkpoints(trained / "checkpoints").restore_params(12, shapes)
+        Checkpoints(trained / "checkpoints").restore_params(12, shapes, config_lib.to_dict(small().config))
 
 
 def no_space(*args, **kwargs):
