@@ -111,7 +111,8 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+[A-Z ]*:\s*>*\s*\{")
 _REGION = re.compile(r"(Start/End empty|Start|End) region (\d+)")
 _BRANCH = re.compile(r"\bsbr\.\w+\s*(?:\((!?%[\w.]+)\))?[^;}]*?target = \$region(\d+)")
 _PRODUCT = re.compile(r"\bvmatmul([\w.]*)(?: \((!?%[\w.]+)\))?")
-_SCALAR = re.compile(r"(%[sp][\w.]*) = (scmp|sadd|sphi|smov)([\w.]*) ([^;}]*)")
+_SCALAR = re.compile(r"(%[sp][\w.]*) = (scmp|sadd|sphi|smov|sld)([\w.]*) ([^;}]*)")
+_SPILL = re.compile(r"sst \[smem:\[(#allocation\w+_spill)\]\] (%[\w.]+)")
 
 
 def parse(bundles: str, utilization: str) -> Schedule:
@@ -159,6 +160,7 @@ def _control(texts: list[str]) -> tuple[list[Node], list[Node], list[str]]:
     start: dict[str, int] = {}
     end: dict[str, int] = {}
     scalars: dict[str, tuple[str, str, str]] = {}
+    spilled: dict[str, str] = {}
     for i, text in enumerate(texts):
         for kind, region in _REGION.findall(text):
             if kind != "End":
@@ -167,6 +169,12 @@ def _control(texts: list[str]) -> tuple[list[Node], list[Node], list[str]]:
                 end[region] = i
         for name, *definition in _SCALAR.findall(text):
             scalars[name] = (definition[0], definition[1], definition[2])
+        for place, name in _SPILL.findall(text):
+            spilled[place] = name
+    for name, (operation, _, arguments) in list(scalars.items()):
+        place = re.match(r"\[smem:\[(#allocation\w+_spill)\]\]", arguments) if operation == "sld" else None
+        if place is not None and spilled.get(place[1]) in scalars:
+            scalars[name] = scalars[spilled[place[1]]]
     loops, branches, notes = [], [], []
     for i, text in enumerate(texts):
         for predicate, region in _BRANCH.findall(text):

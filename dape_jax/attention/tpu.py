@@ -151,6 +151,8 @@ def _scalars(plan: Plan, arrays: Arrays, keys: jax.Array, inner: str) -> Scalars
     return Scalars(*(x.astype(jnp.int32).reshape(-1) for x in (q_min, q_max, k_min, k_max, k_full, first, last)))
 
 
+_IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
+
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 
@@ -218,10 +220,6 @@ def _call(
     return jax.tree.unflatten(jax.tree.structure(outputs), out)
 
 
-def _operands(plan: Plan, arrays: Arrays) -> tpu_rows.Operands:
-    return tpu_rows.pack(plan.rows, arrays.bias_params, arrays.adapt_params)
-
-
 def _cost(plan: Plan, batch: int, backward: bool) -> pl.CostEstimate:
     """Of the tiles that a causal mask over default positions leaves."""
     queries, keys = plan.q_blocks * plan.block_q, plan.k_blocks * plan.block_k
@@ -243,19 +241,29 @@ def _cost(plan: Plan, batch: int, backward: bool) -> pl.CostEstimate:
 
 
 def _common(plan: Plan, arrays: Arrays, inner: str) -> tuple[list, list]:
-    """Scalars, q, k, v, info, keys, and the specifications of all but the scalars."""
+    """Scalars, q, k, v, info, keys, operands, tables, and the specifications of all but the scalars."""
     blocks = _Blocks(plan, "qk" if inner == "k" else "kq")
     keys = _key_info(plan, arrays)
     info = _query_info(plan, arrays)
     q = _pad_queries(plan, _heads_last(arrays.q))
     k, v = (_cut_keys(plan, _heads_last(x)) for x in (arrays.k, arrays.v))
-    inputs = [_scalars(plan, arrays, keys, inner), q, k, v, info, keys]
+    scalars = _scalars(plan, arrays, keys, inner)
+    operands, tables = tpu_rows.Operands({}, {}, {}), tpu_tables.EMPTY
+    if plan.tabled:
+        k, v, keys = tpu_tables.deal(plan, k), tpu_tables.deal(plan, v), tpu_tables.deal(plan, keys, axis=2)
+        tables = tpu_tables.narrowed(plan, tpu_tables.make(plan, arrays.bias_params, arrays.adapt_params))
+    else:
+        operands = tpu_rows.pack(plan.rows, arrays.bias_params, arrays.adapt_params)
+    strip = None if tables.strip is None else _IN_HBM
+    inputs = [scalars, q, k, v, info, keys, operands, tables]
     specs = [
         blocks.queries(q.shape[2]),
         blocks.keys(k.shape[2]),
         blocks.keys(v.shape[2]),
         blocks.queries(2, by_row=info.shape[0] > 1),
         blocks.key_info(),
+        jax.tree.map(blocks.whole, operands),
+        jax.tree.map(blocks.whole, tables)._replace(strip=strip),
     ]
     return inputs, specs
 
@@ -264,16 +272,7 @@ def _forward(plan: Plan, target: Target, arrays: Arrays, dtype: Any) -> tuple[ja
     """out [B, padded Tq, H d] and log-sum-exp float32 [B, padded Tq, H] (+inf in rows that may attend to nothing)."""
     batch, blocks = arrays.q.shape[1], _Blocks(plan, "qk")
     inputs, specs = _common(plan, arrays, "k")
-    q, operands, tables = inputs[1], tpu_rows.Operands({}, {}, {}), tpu_tables.EMPTY
-    if plan.tabled:
-        inputs[2:4] = [tpu_tables.deal(plan, x) for x in inputs[2:4]]
-        inputs[5] = tpu_tables.deal(plan, inputs[5], axis=2)
-        tables = tpu_tables.make(plan, arrays)
-    else:
-        operands = _operands(plan, arrays)
-    strip = None if tables.strip is None else pl.BlockSpec(memory_space=pl.ANY)
-    inputs += [operands, tables]
-    specs += [jax.tree.map(blocks.whole, operands), jax.tree.map(blocks.whole, tables)._replace(strip=strip)]
+    q = inputs[1]
     outputs = (
         jax.ShapeDtypeStruct(q.shape, dtype),
         jax.ShapeDtypeStruct((*q.shape[:2], plan.heads), jnp.float32),
@@ -290,31 +289,37 @@ def _attend_bwd(plans: Plans, target: Target, saved: Any, d_out: jax.Array) -> t
     plan, (arrays, out, lse) = plans.backward, saved
     batch, blocks = arrays.q.shape[1], _Blocks(plan, "kq")
     inputs, specs = _common(plan, arrays, "q")
-    _, q, k, v, *_ = inputs
-    operands = _operands(plan, arrays)
+    _, q, k, v, _, _, operands, tables = inputs
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)  # [H, B, Tq]
     delta = _pad_queries(plan, jnp.transpose(delta, (1, 2, 0)))
     d_out = _pad_queries(plan, _heads_last(d_out))
     lse = _pad_queries(plan, lse, constant_values=jnp.inf)  # queries that pad attend to nothing
-    zeros = jnp.zeros(q.shape, jnp.float32)
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
-    inputs += [operands, d_out, lse, delta, zeros]
-    specs += [jax.tree.map(blocks.whole, operands), blocks.queries(q.shape[2])]
-    specs += [blocks.queries(plan.heads), blocks.queries(plan.heads), hbm]
-    d_operands = [operands.bias, operands.adapt]
+    zeros = [jnp.zeros(q.shape, jnp.float32), None if tables.strip is None else jnp.zeros_like(tables.strip)]
+    in_hbm = jax.tree.map(lambda _: _IN_HBM, zeros)
+    transposed = []
+    if tables.w1 is not None:
+        transposed = [tables.w1[:, : plan.rows.count].T, tables.w2.T]
+    inputs += [transposed, d_out, lse, delta, zeros]
+    specs += [jax.tree.map(blocks.whole, transposed), blocks.queries(q.shape[2])]
+    specs += [blocks.queries(plan.heads), blocks.queries(plan.heads), in_hbm]
+    sums = [[operands.bias, operands.adapt], tables._replace(strip=None)]
+    if tables.w1 is not None:  # no gradient from what meets the low part of W1
+        sums[1] = sums[1]._replace(w1=tables.w1[:, : plan.high_and_low])
+    sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), sums)
 
     def keys(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((1, plan.block_k, x.shape[2]), lambda b, j, *_: (b, j, 0))
 
     outputs = (
-        jax.ShapeDtypeStruct(zeros.shape, zeros.dtype),
+        *(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in zeros),
         jax.ShapeDtypeStruct(k.shape, k.dtype),
         jax.ShapeDtypeStruct(v.shape, v.dtype),
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), d_operands),
+        *sums,
     )
-    out_specs = (hbm, keys(k), keys(v), jax.tree.map(blocks.whole, d_operands))
-    aliases = {len(jax.tree.leaves(inputs)) - 1: 0}
-    d_q, d_k, d_v, (d_bias, d_adapt) = _call(
+    out_specs = (*in_hbm, keys(k), keys(v), *(jax.tree.map(blocks.whole, x) for x in sums))
+    first = len(jax.tree.leaves(inputs)) - len(jax.tree.leaves(zeros))
+    aliases = {first + n: n for n in range(len(jax.tree.leaves(zeros)))}
+    d_q, d_strip, d_k, d_v, d_operands, d_tables = _call(
         plan, tpu_backward.kernel, tpu_backward.Backward, "dape_attention_backward",
         (batch, plan.k_blocks, plan.q_blocks), inputs, specs, outputs, out_specs,
         tpu_backward.scratch(plan), _cost(plan, batch, True), target, aliases,
@@ -323,14 +328,22 @@ def _attend_bwd(plans: Plans, target: Target, saved: Any, d_out: jax.Array) -> t
     gradients["q"] = _heads_first(d_q.astype(q.dtype), arrays.q)
     for name, d_x in (("k", d_k), ("v", d_v)):
         like = getattr(arrays, name)
+        d_x = tpu_tables.gather(plan, d_x) if plan.tabled else d_x
         if plan.halo or d_x.shape[1] != like.shape[2]:
             # Overlapping tiles add up where they overlap: the transpose of cutting.
             shape = jax.ShapeDtypeStruct((batch, like.shape[2], d_x.shape[2]), d_x.dtype)
             (d_x,) = jax.linear_transpose(functools.partial(_cut_keys, plan), shape)(d_x)
         gradients[name] = _heads_first(d_x, like)
     params = (dict(arrays.bias_params), dict(arrays.adapt_params))
-    _, unpack = jax.vjp(lambda b, a: tpu_rows.pack(plan.rows, b, a)[:2], *params)
-    gradients["bias_params"], gradients["adapt_params"] = unpack((d_bias, d_adapt))
+    if plan.tabled:
+        _, to_params = jax.vjp(functools.partial(tpu_tables.make, plan), *params)
+        d_w1 = d_tables.w1
+        if d_w1 is not None:  # one for the high and one for the low part of S
+            d_w1 = d_w1.reshape(d_w1.shape[0], -1, plan.rows.count).sum(axis=1)
+        d_params = to_params(d_tables._replace(strip=d_strip, w1=d_w1))
+    else:
+        d_params = jax.vjp(lambda b, a: tpu_rows.pack(plan.rows, b, a)[:2], *params)[1](tuple(d_operands))
+    gradients["bias_params"], gradients["adapt_params"] = d_params
     return (Arrays(**gradients),)
 
 

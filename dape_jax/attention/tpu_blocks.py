@@ -28,7 +28,10 @@ def make_plans(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Ta
     tiles = [_asked_for(blocks, backward) or choose(spec, arrays, target, backward) for backward in (False, True)]
     forward, backward = (tile for tile in tiles if tile is not None)
     of = functools.partial(make_plan, spec, arrays, target=target)
-    return Plans(of(forward, saving=False), of(forward, saving=True), of(backward, saving=True))
+    # What one of them rounds differently would be a difference in the probabilities, large where logits are.
+    tables = all(of(tile, saving=True).tabled for tile in (forward, backward))
+    saving, gradients = (of(tile, saving=True, tables=tables) for tile in (forward, backward))
+    return Plans(of(forward, saving=False), saving, gradients)
 
 
 def _asked_for(blocks: BlockSizes | None, backward: bool) -> BlockSizes | None:
@@ -73,8 +76,11 @@ def _tuned(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockS
 
 def vmem_bytes(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, backward: bool) -> int:
     """Estimate of what a kernel holds at once: scratch, blocks in flight, temporaries."""
-    alone, saving = (make_plan(spec, arrays, blocks, target, saving) for saving in (False, True))
-    return _backward_vmem_bytes(saving) if backward else max(map(_forward_vmem_bytes, (alone, saving)))
+    of = functools.partial(make_plan, spec, arrays, blocks, target)
+    if backward:
+        return max(_backward_vmem_bytes(of(saving=True, tables=tables)) for tables in (True, False))
+    every = (of(saving=saving, tables=tables) for saving in (True, False) for tables in (True, False))
+    return max(map(_forward_vmem_bytes, every))
 
 
 def _forward_vmem_bytes(plan: Plan) -> int:
@@ -83,10 +89,15 @@ def _forward_vmem_bytes(plan: Plan) -> int:
     scratch = (plan.slabs + 3 + plan.needs_positions + plan.segments) * column
     scratch += plan.heads * plan.block_q * padded_d * 4
     if plan.tabled:
-        u = 0 if plan.spec.adapt is None else plan.spec.adapt.width
-        strip = plan.slabs * (u + _whole(plan.heads)) * 3 + plan.vectors * (2 * u + plan.rows.count)
-        scratch += 4 * LANES * (strip + 2 * plan.together * plan.slabs * plan.hidden_rows)
+        scratch += _strip_bytes(plan, 2) + 4 * LANES * 2 * plan.together * plan.slabs * plan.hidden_rows
     return scratch + _in_flight(plan, 1, 2) + _temporaries(plan)
+
+
+def _strip_bytes(plan: Plan, hidden: int) -> int:
+    """Of what a tile takes from the tables, with so many copies of the hidden layer."""
+    u = 0 if plan.spec.adapt is None else plan.spec.adapt.width
+    fetched = plan.slabs * (u + _whole(plan.heads)) * 3
+    return 4 * LANES * (fetched + plan.vectors * (hidden * u + plan.rows.count))
 
 
 def _backward_vmem_bytes(plan: Plan) -> int:
@@ -94,6 +105,9 @@ def _backward_vmem_bytes(plan: Plan) -> int:
     column = plan.tile_rows * LANES * 4
     scratch = (2 * plan.slabs + 2 + plan.needs_positions + plan.segments) * column
     scratch += 2 * plan.kv_heads * plan.block_k * padded_d * 4 + plan.block_q * _lanes_of(plan, plan.heads) * 4
+    if plan.tabled:
+        scratch += _strip_bytes(plan, 2) + _strip_bytes(plan, 1)
+        scratch += 4 * LANES * 2 * plan.together * plan.slabs * (2 * plan.hidden_rows + plan.parts * plan.rows.count)
     return scratch + _in_flight(plan, 2, 4) + _temporaries(plan)
 
 

@@ -1,7 +1,6 @@
 """The forward kernel of the TPU backend."""
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +85,7 @@ def kernel(plan: Plan, r: Forward) -> None:
             copy.wait()
             tpu_tables.expand(plan, r.strip, begin)
         stages = [*(_tabled(plan, r) if plan.tabled else [_general(plan, r)]), _softmax(plan, r, masked)]
-        _pipelined(plan.block_q // (plan.group * plan.together), stages)
+        tpu_tiles.pipelined(plan.block_q // (plan.group * plan.together), stages)
         for h in range(plan.heads):
             p = tpu_tiles.rounded(plan, tpu_tiles.gather(plan, r.slabs, h))
             values = tpu_tiles.product(plan, p, r.v[0, :, plan.kv_head(h)], (1, 0))
@@ -109,50 +108,14 @@ def kernel(plan: Plan, r: Forward) -> None:
         r.lse[0] = lse[:, : plan.heads]
 
 
-# The stages of a tile, each of a step's groups: from raw logits in r.slabs to probabilities there ---------------------
-
-Stage = Callable[[Any, int], None]
-"""Takes the number of a step and its parity, which is known where the number is traced."""
+# The stages of a tile: from raw logits in r.slabs to probabilities there ----------------------------------------------
 
 
-def _pipelined(steps: int, stages: Sequence[Stage]) -> None:
-    """Runs all stages of all steps; at any time stage k works on step ``time - k``.
-
-    What runs at one time does not depend on each other, so that the compiler can fill the waits of one stage, for the
-    matrix unit above all, with the work of another: it does not move work across the iterations of a loop.
-    """
-
-    def at(time: Any, parity: int, active: Callable[[int], bool] = lambda _: True) -> None:
-        for k, stage in reversed(list(enumerate(stages))):
-            if active(k):
-                stage(time - k, (parity - k) % 2)
-
-    def whole(time: int) -> None:
-        at(time, time, lambda k: 0 <= time - k < steps)
-
-    first = len(stages) - 1  # from here on, until the last step, all stages have work
-    pairs = max(steps - first, 0) // 2
-    for time in range(first):
-        whole(time)
-
-    def pair(m: Any, _: None) -> None:
-        at(first + 2 * m, first)
-        at(first + 2 * m + 1, first + 1)
-
-    jax.lax.fori_loop(0, pairs, pair, None)
-    for time in range(first + 2 * pairs, steps + first):
-        whole(time)
-
-
-def _groups(plan: Plan, step: Any) -> list[Any]:
-    return [step * plan.together + n for n in range(plan.together)]
-
-
-def _general(plan: Plan, r: Forward) -> Stage:
+def _general(plan: Plan, r: Forward) -> tpu_tiles.Stage:
     operands = jax.tree.map(lambda ref: ref[...], r.operands)
 
     def logits(step: Any, _: int) -> None:
-        for g in _groups(plan, step):
+        for g in tpu_tiles.groups(plan, step):
             s = tpu_tiles.join(tpu_tiles.load(plan, r.slabs, g))
             a = tpu_rows.logits(plan.rows, operands, s, tpu_tiles.geometry(plan, g, r.query, r.keys))
             tpu_tiles.store(plan, r.slabs, g, tpu_tiles.split(a))
@@ -160,19 +123,20 @@ def _general(plan: Plan, r: Forward) -> Stage:
     return logits
 
 
-def _tabled(plan: Plan, r: Forward) -> list[Stage]:
+def _tabled(plan: Plan, r: Forward) -> list[tpu_tiles.Stage]:
     tables = jax.tree.map(lambda ref: ref[...], r.tables._replace(strip=None))
 
     def hidden(step: Any, parity: int) -> None:
-        for n, g in enumerate(_groups(plan, step)):
+        for n, g in enumerate(tpu_tiles.groups(plan, step)):
             s = tpu_tiles.load(plan, r.slabs, g)
             for slab in range(0, plan.slabs, plan.joined):
-                corrections = tpu_tables.hidden(plan, tables, r.strip, s[slab : slab + plan.joined], g, slab)
-                for m, x in enumerate(corrections):
+                _, hiddens = tpu_tables.hidden(plan, tables, r.strip, s[slab : slab + plan.joined], g, slab)
+                for m, h in enumerate(hiddens):
+                    x = tpu_tables.active(plan, r.strip, h, g, slab + m)
                     r.active[parity][n, slab + m] = x.astype(r.active[parity].dtype)
 
     def logits(step: Any, parity: int) -> None:
-        for n, g in enumerate(_groups(plan, step)):
+        for n, g in enumerate(tpu_tiles.groups(plan, step)):
             a = tpu_tiles.load(plan, r.slabs, g)
             if r.strip.logits is not None:
                 a = [x + tpu_tables.logits_at_zero(plan, r.strip, g, slab) for slab, x in enumerate(a)]
@@ -190,9 +154,9 @@ def _tabled(plan: Plan, r: Forward) -> list[Stage]:
     return [*([hidden] if r.active else []), *([logits] if r.active or r.strip.logits is not None else [])]
 
 
-def _softmax(plan: Plan, r: Forward, masked: bool) -> Stage:
+def _softmax(plan: Plan, r: Forward, masked: bool) -> tpu_tiles.Stage:
     def probabilities(step: Any, _: int) -> None:
-        for g in _groups(plan, step):
+        for g in tpu_tiles.groups(plan, step):
             at = tpu_tiles.rows_at(plan, g)
             a = tpu_tiles.load(plan, r.slabs, g)
             allowed = tpu_tiles.split(tpu_tiles.mask(plan, g, r.query, r.keys)) if masked else []

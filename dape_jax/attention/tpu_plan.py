@@ -7,13 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from dape_jax import biases
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import Target
 from dape_jax.attention.tpu_rows import LANES, Rows
-
-_SMALL_AT_ANY_DISTANCE = (biases.KerpleLog, biases.T5Bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +29,8 @@ class Plan:
       segments: whether there are segment ids.
       padding: whether some key block may hold keys that nobody may attend to.
       first_query: position of the first query, where positions are consecutive.
-      saving: whether a backward follows.
+      saving: whether a backward follows, or this is one.
+      tabled: whether everything that does not depend on S is taken from ``tpu_tables``.
     """
 
     spec: Spec
@@ -51,6 +49,7 @@ class Plan:
     padding: bool
     first_query: int
     saving: bool
+    tabled: bool
 
     @property
     def heads(self) -> int:
@@ -81,8 +80,7 @@ class Plan:
         return self.spec.causal or self.spec.bias is not None
 
     @property
-    def tabled(self) -> bool:
-        """Whether the forward takes everything that does not depend on S from ``tpu_tables``."""
+    def can_be_tabled(self) -> bool:
         bias, adapt = self.spec.bias, self.spec.adapt
         if adapt is not None and (adapt.per_head or adapt.kernel_width > 1):
             return False
@@ -90,15 +88,24 @@ class Plan:
             return True
         tiles = self.block_k % self.block_q == 0 and self.block_q % self.slabs == 0
         rows = adapt is None or adapt.width % 8 == 0
-        # The backward computes the logits anew, without tables. Where they are large, what it rounds differently would
-        # be a difference in its probabilities, so that it must follow a forward that rounds alike.
-        alike = not self.saving or adapt is None or isinstance(bias, _SMALL_AT_ANY_DISTANCE)
-        return self.spec.consecutive and bias.distance_only and tiles and rows and alike
+        return self.spec.consecutive and bias.distance_only and tiles and rows
+
+    @property
+    def parts(self) -> int:
+        """Of W1 S, from tables, in bfloat16: high and low S by high W1, and for gradients high S by low W1. A hidden
+        unit that rounding moves over LeakyReLU's kink takes the other slope."""
+        return 1 if self.exact else 3 if self.saving else 2
+
+    @property
+    def high_and_low(self) -> int:
+        """Rows of a group's S in as many parts as it has."""
+        return self.rows.count * (1 if self.exact else 2)
 
     @property
     def together(self) -> int:
-        """Groups in one step of the forward's loop: several only where their working set is small."""
-        return 2 if self.tabled and self.block_q % (2 * self.group) == 0 else 1
+        """Groups in one step of a kernel's loop: several only where their working set is small."""
+        fitting = (n for n in (4, 2) if n * self.group <= 8 and self.block_q % (n * self.group) == 0)
+        return next(fitting, 1) if self.tabled else 1
 
     @property
     def hidden_rows(self) -> int:
@@ -152,19 +159,21 @@ def row_index(b: Any, block: Any, blocks: int, differ: bool) -> Any:
     return b * blocks + block if differ else block
 
 
-def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, saving: bool) -> Plan:
-    """``blocks.k`` counts the keys of a tile with their halo."""
+def make_plan(
+    spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, saving: bool, tables: bool = True
+) -> Plan:
+    """``blocks.k`` counts the keys of a tile with their halo. With ``tables``, they serve where they can."""
     q_length, d = arrays.q.shape[2:]
     kv_heads, _, k_length, _ = arrays.k.shape
     halo = 0 if spec.adapt is None else spec.adapt.halo
     own = blocks.k - 2 * halo
     rows_of_positions = arrays.q_positions.shape[0] > 1
     by_row = arrays.k_valid is not None or arrays.k_segments is not None or rows_of_positions
-    return Plan(
+    plan = Plan(
         spec=spec,
         block_q=blocks.q,
         block_k=blocks.k,
-        group=_group(spec, blocks, 128),
+        group=_group(spec, blocks, 2),
         joined=math.gcd(blocks.k // LANES, target.mxu // LANES),
         q_blocks=pl.cdiv(q_length, blocks.q),
         k_blocks=pl.cdiv(k_length, own),
@@ -177,18 +186,25 @@ def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, sa
         padding=arrays.k_valid is not None or k_length % own > 0 or halo > 0,
         first_query=k_length - q_length,
         saving=saving,
+        tabled=False,
     )
+    if not (tables and plan.can_be_tabled):
+        return plan
+    return dataclasses.replace(plan, tabled=True, group=_group(spec, blocks, plan.parts, target.mxu if saving else 128))
 
 
-def _group(spec: Spec, blocks: BlockSizes, mxu: int) -> int:
-    """Queries that pass the network together: whole float32 tiles of 8 rows, as many as one pass of the MXU takes."""
+def _group(spec: Spec, blocks: BlockSizes, parts: int, mxu: int = 128) -> int:
+    """Queries that pass the network together: whole float32 tiles of 8 rows, as many as one pass of the MXU takes.
+
+    ``parts``: inputs of the network for each head.
+    """
     least = 8 // math.gcd(8, spec.num_heads)
     per_query = spec.num_heads
     if spec.adapt is not None and spec.adapt.per_head:
         # All hidden units of a group are in VMEM, one after the other.
-        per_query, mxu = 4 * spec.num_heads, 128
+        per_query = 4 * spec.num_heads
     elif spec.adapt is not None:
-        per_query = max(2 * spec.num_heads, spec.adapt.width)  # S and B, or S in two parts
+        per_query = max(parts * spec.num_heads, spec.adapt.width)
     group = least
     while group * 2 * per_query <= mxu and blocks.q % (group * 2) == 0:
         group *= 2

@@ -8,7 +8,7 @@ Columns of numbers a row (maxima, sums, positions) are [rows, 128] with the same
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,3 +161,42 @@ def when_needed(plan: Plan, scalars: Scalars, b: Any, i: Any, j: Any, step: Call
     pl.when(masked)(functools.partial(step, True))
     # A tile whose keys all lie in every query's reach is needed.
     pl.when(whole)(functools.partial(step, False))
+
+
+# The stages of a tile, each of a step's groups ------------------------------------------------------------------------
+
+Stage = Callable[[Any, int], None]
+"""Takes the number of a step and its parity, which is known where the number is traced."""
+
+
+def pipelined(steps: int, stages: Sequence[Stage]) -> None:
+    """Runs all stages of all steps; at any time stage k works on step ``time - k``.
+
+    What runs at one time does not depend on each other, so that the compiler can fill the waits of one stage, for the
+    matrix unit above all, with the work of another: it does not move work across the iterations of a loop.
+    """
+
+    def at(time: Any, parity: int, active: Callable[[int], bool] = lambda _: True) -> None:
+        for k, stage in reversed(list(enumerate(stages))):
+            if active(k):
+                stage(time - k, (parity - k) % 2)
+
+    def whole(time: int) -> None:
+        at(time, time, lambda k: 0 <= time - k < steps)
+
+    first = len(stages) - 1  # from here on, until the last step, all stages have work
+    pairs = max(steps - first, 0) // 2
+    for time in range(first):
+        whole(time)
+
+    def pair(m: Any, _: None) -> None:
+        at(first + 2 * m, first)
+        at(first + 2 * m + 1, first + 1)
+
+    jax.lax.fori_loop(0, pairs, pair, None)
+    for time in range(first + 2 * pairs, steps + first):
+        whole(time)
+
+
+def groups(plan: Plan, step: Any) -> list[Any]:
+    return [step * plan.together + n for n in range(plan.together)]

@@ -32,11 +32,14 @@ class Program:
     def branch(self, predicate, region, *instructions):
         self.add(f"%7 = sbr.rel ({predicate}) target = $region{region}", *instructions)
 
-    def loop(self, region, trips, products, *last, first=0, by=1, idle=0, **slots):
+    def loop(self, region, trips, products, *last, first=0, by=1, idle=0, spilled=False, **slots):
         """A bundle for each product, idle ones, then the branch back and its four delay slots."""
         n = region
         self.add(f"%s{n}0_s1 = smov {first} /* copy */")
-        self.add(BF16, f"%s{n}1_s1 = sphi %s{n}0_s1, %s{n}2_s2 /* phi */", f"%s{n}2_s2 = sadd.s32 {by}, %s{n}1_s1",
+        counter, place = f"%s{n}1_s1", f"[smem:[#allocation{n}_spill]]"
+        if spilled:
+            counter, last = f"%s{n}4_s1", (f"sst {place} %s{n}1_s1", f"%s{n}4_s1 = sld {place}", *last)
+        self.add(BF16, f"%s{n}1_s1 = sphi %s{n}0_s1, %s{n}2_s2 /* phi */", f"%s{n}2_s2 = sadd.s32 {by}, {counter}",
                  f"%p{n}3_p4 = scmp.ge.s32.totalorder %s{n}2_s2, {trips} /* loop exit test */", mark="LB",
                  comment=f"Start region {n} :: Start region {n}9", **slots)  # fmt: skip
         self.add(BF16, times=products - 1, **slots)
@@ -97,12 +100,13 @@ def test_loops_count_as_often_as_they_run():
         assert found.notes == []
 
 
+@pytest.mark.parametrize("spilled", [False, True])
 @pytest.mark.parametrize(
     ("bound", "first", "by", "turns"), [(32, 0, 1, 32), (32, 2, 1, 30), (10, 0, 4, 3), (1, 5, 1, 1)]
 )
-def test_the_bounds_of_a_loop(bound, first, by, turns):
+def test_the_bounds_of_a_loop(bound, first, by, turns, spilled):
     p = Program()
-    p.loop(3, bound, 6, first=first, by=by)
+    p.loop(3, bound, 6, first=first, by=by, spilled=spilled)
     (loop,) = (node for node in walk(parse(*p.texts()).root) if node.kind == "loop")
     assert (loop.trips, loop.end - loop.start) == (turns, 11)
 
