@@ -121,10 +121,11 @@ def kernel(plan: Plan, r: Backward) -> None:
         in_hbm = r.d_q.at[b, pl.ds(pl.multiple_of(i * plan.block_q, 8), plan.block_q), :]
         fetch = pltpu.make_async_copy(in_hbm, r.d_q_tile, r.semaphore)
         fetch.start()
-        tpu_tiles.fill_query(plan, r.query, r.info)
+        if masked or not plan.tabled:
+            tpu_tiles.fill_query(plan, r.query, r.info)
         tpu_tiles.expand(plan, r.lse_rows, lambda h: r.lse[0, :, h : h + 1])
         tpu_tiles.expand(plan, r.delta_rows, lambda h: r.delta[0, :, h : h + 1])
-        strip = begin = None
+        strip = begin = so_far = None
         if r.strip.fetched is not None:
             strip, begin = tpu_tables.fetch(plan, r.tables, r.strip, i, j)
         tpu_tiles.logit_tile(plan, r.slabs, r.q, r.k, plan.spec.scale)
@@ -132,12 +133,12 @@ def kernel(plan: Plan, r: Backward) -> None:
         if strip is not None:
             strip.wait()
             tpu_tables.expand(plan, r.strip, begin)
-            strip = tpu_tables.fetch_gradient(plan, r.d_strip, r.strip_gradient, i, j)
+            so_far = tpu_tables.fetch_gradient(plan, r.d_strip, r.strip_gradient, i, j)
             tpu_tables.clear(r.strip_gradient)
         stages = _tabled(plan, r, masked) if plan.tabled else [_general(plan, r, masked)]
         tpu_tiles.pipelined(plan.block_q // (plan.group * plan.together), stages)
-        if strip is not None:
-            strip.wait()
+        if so_far is not None:
+            so_far.wait()
             tpu_tables.write_gradient(plan, r.d_strip, r.strip_gradient, i, j, begin)
         fetch.wait()
         for h in range(plan.heads):

@@ -56,7 +56,7 @@ def test_against_the_reference(name):
     assert not np.any(grads[4].get("b2", 0.0))
     if name == "padding":
         assert not np.any(np.asarray(got)[1])
-    if "tables" in name:  # without a backward to follow, more biases use them
+    if "tables" in name:  # without a backward to follow, W1 enters with less
         alone = functools.partial(attend, "pallas_tpu", bias=bias, adapt=adapt, kernel_blocks=shape["blocks"], **kwargs)
         assert relative_error(jax.jit(alone)(*arrays), want) < 2e-6
 
