@@ -584,8 +584,8 @@ class _Program:
         return q.reshape(-1, 1), k.reshape(-1, 1), mask, None if there is None else masks[-1][:, :, None]
 
     def logits(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None, Callable]:
-        """A and the mask, [block_q, block_k, padded heads], and A's vjp: from its gradient to those of S, in the order
-        of ``shifts``, and of the operands."""
+        """A and the mask, [block_q, block_k, padded heads], and A's vjp: from its gradient to those of S, at the
+        shifts from -halo to halo, and of the operands."""
         plan, shape = self.plan, (self.tile.q, self.tile.k, self.plan.width)
         if plan.halo:
             a, hidden = self.convolved(i, j)
@@ -607,14 +607,6 @@ class _Program:
 
         mask = None if mask is None else jnp.broadcast_to(mask, shape)
         return a.reshape(shape), mask, lambda d_a: vjp(d_a.reshape(a.shape))
-
-    def shifts(self) -> Sequence[int | None]:
-        """From a block of keys to all those that its logits depend on; None for itself, unless the network convolves.
-
-        Nothing moves along an axis of a tile, which this lowering cannot do: what a convolution reads beside a key is
-        computed again, from the rows of k beside it.
-        """
-        return range(-self.plan.halo, self.plan.halo + 1) if self.plan.halo else [None]
 
     def inputs(self, i: Any, j: Any, shift: Any) -> tuple[jax.Array, list[jax.Array], Callable]:
         """Of a convolving network, at the keys ``shift`` after those of block j: its residual; its inputs, zero where
@@ -692,7 +684,7 @@ class _Program:
             d_b1 = d_p["b1"] + d_hidden.sum(axis=0, keepdims=True)
             return d_ss, d_bias, {"w1": d_w1, "b1": d_b1, "w2": _add_at(d_p["w2"], t, d_w2)}
 
-        zeros = jax.tree.map(jnp.zeros_like, ([d_a] * len(self.shifts()), self.operands.bias, p))
+        zeros = jax.tree.map(jnp.zeros_like, ([d_a] * (2 * plan.halo + 1), self.operands.bias, p))
         d_ss, d_bias, d_p = jax.lax.fori_loop(0, taps, second, zeros)
         return [d_s.reshape(self.tile.q, self.tile.k, plan.width) for d_s in d_ss], d_bias, d_p
 
@@ -814,9 +806,13 @@ def _queries_kernel(plan: Plan, r: Inputs, grad: Gradient, d_q: Any, *d_operands
     def body(j: Any, carry: tuple) -> tuple:
         d_q, sums = carry
         _, (d_ss, *d_operands) = _tile_gradient(program, grad, i, j)
-        for d_s, shift in zip(d_ss, program.shifts(), strict=True):
+
+        def add(shift: Any, d_q: list[jax.Array]) -> list[jax.Array]:
+            d_s = d_ss[0] if shift is None else _pick(d_ss, shift + plan.halo)
             each = zip(heads, d_q, _split(program.input(d_s)), strict=False)
-            d_q = [x + product(y, program.rows(r.k, j, "k", n, shift), (1, 0), plan.exact) for (_, n), x, y in each]
+            return [x + product(y, program.rows(r.k, j, "k", n, shift), (1, 0), plan.exact) for (_, n), x, y in each]
+
+        d_q = jax.lax.fori_loop(-plan.halo, plan.halo + 1, add, d_q) if plan.halo else add(None, d_q)
         return d_q, jax.tree.map(jnp.add, sums, d_operands)
 
     sums = [program.operands.bias, program.operands.adapt]
@@ -829,8 +825,8 @@ def _queries_kernel(plan: Plan, r: Inputs, grad: Gradient, d_q: Any, *d_operands
 
 
 def _keys_kernel(plan: Plan, r: Inputs, grad: Gradient, d_v: Any, *d_ks: Any) -> None:
-    """Grid (key block, group, batch row). d_v as v; d_ks as k, one for each of ``shifts``: what the logits of
-    a block give the keys beside it. Of each one for each query head, where a program holds one."""
+    """Grid (key block, group, batch row). d_v as v; d_ks as k, one for each shift from -halo to halo: what the
+    logits of a block give the keys beside it. Of each one for each query head, where a program holds one."""
     program = _Program(plan, plan.keys, r)
     j, heads = program.block, program.heads()
     outputs = [program.g] if plan.groups > 1 else list(range(plan.kv_heads))
