@@ -12,9 +12,10 @@ blocks for dK and dV. So nothing is added up in an order that may change.
 
 A network that convolves along the keys (DAPE V2) reads beside each key, and this lowering cannot move entries along an
 axis of a tile. So what it reads there is computed again, from the rows of k at shifts of up to 2p keys (p =
-kernel_width // 2), in loops over the taps of both layers: S and the first layer k^2 times where once would do. A tile
-then has a gradient of S for each shift; dQ adds their products with the shifted rows, and dK has a partial result for
-each, [4p + 1, B, Tk, N, d] in float32, that is shifted back and added up outside.
+kernel_width // 2), in loops over the taps of both layers: S and the first layer kernel_width^2 times where once would
+do, and S as often for the gradient. A tile then has a gradient of S for each shift; dQ adds their products with the
+shifted rows, and dK has a partial result for each, [4p + 1, B, Tk, N, d] in float32, that is shifted back and added up
+outside.
 
 JAX deprecates this lowering, and everything that depends on it is in this file. A Mosaic GPU version needs, instead of
 the trees: the logits of all heads in shared memory, rows (query, head), written by the warpgroups that multiply q k^T
@@ -135,17 +136,22 @@ def _features(bias: biases.Bias | None) -> int:
 
 
 def _hidden(spec: Spec) -> int:
-    """Numbers of one position besides its logits: hidden units of the network and features of the bias."""
-    return _features(spec.bias) + (0 if spec.adapt is None else _padded(spec.adapt.width))
+    """Numbers of one position besides its logits: hidden units of the network, for each of its taps, and features of
+    the bias."""
+    return _features(spec.bias) + (0 if spec.adapt is None else _padded(spec.adapt.width) * spec.adapt.kernel_width)
 
 
-def not_automatic(target: Target) -> str | None:
+def not_automatic(target: Target, call: tuple[Spec, Arrays] | None) -> str | None:
     """Why these kernels are used only where they are asked for; None where they are the automatic choice."""
-    if any(name in target.device_kind for name in AUTOMATIC_ON):
-        return None
-    return (
-        f"their tiles are for the shared memory of an H100, not of {target.device_kind!r}; backend='pallas_gpu' tries"
-    )
+    why = None
+    if not any(name in target.device_kind for name in AUTOMATIC_ON):
+        why = f"their tiles are for the shared memory of an H100, not of {target.device_kind!r}"
+    elif call is not None:
+        (spec, arrays), adapt = call, call[0].adapt
+        # ptxas gives up on the registers of the backward over queries and keeps 40 KB of each thread in memory.
+        if adapt is not None and adapt.kernel_width > 1 and _mixes(spec) and arrays.q.dtype == jnp.float32:
+            why = f"adapt has kernel_width={adapt.kernel_width} and q has dtype float32, too much for the registers"
+    return None if why is None else f"{why}; backend='pallas_gpu' tries"
 
 
 def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> str | None:
@@ -198,6 +204,8 @@ def default_tiles(spec: Spec, exact: bool) -> tuple[Tile, Tile, Tile]:
     Those of ptxas's fewest spilled bytes for an H100 (``experiments/gpu_registers.py``), not yet timed. Bytes spilled
     for DAPE-Kerple, D = 32, 12 (16) heads of 64 in bfloat16: 40 (128), 696 (1,124), 236 (464); a tile twice as large
     spills two to three times as much for each position. Without a network, and with one for each head, nothing.
+    DAPE V2 with a kernel width of 3: 1,344 (2,212), 4,124 (6,024), 4,976 (6,628); the sums for five shifts of the keys
+    alone are more than all registers. In float32 42 KB of the second, on which ptxas gives up.
     """
     smallest = Tile(16, 16, 8)
     if _mixes(spec):

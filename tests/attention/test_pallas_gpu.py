@@ -160,6 +160,11 @@ def test_the_choice_by_platform(caplog):
         with caplog.at_level("INFO", logger="dape_jax.attention.api"):
             assert choose_backend(call=call) == "blockwise"
         assert "pallas_gpu is not used: q has head dimension 256" in caplog.text
+        adapt = Adapt(width=4, kernel_width=3)
+        params = adapt.init(jax.random.key(0), 2, has_bias=False)
+        for dtype, chosen in ((jnp.float32, "blockwise"), (jnp.bfloat16, "pallas_gpu")):
+            x = jnp.zeros((1, 5, 2, 8), dtype)
+            assert choose_backend(call=api.check(x, x, x, adapt=adapt, adapt_params=params)) == chosen
     with compile_for("interpret"):
         assert choose_backend() == "blockwise"
 
