@@ -75,6 +75,8 @@ def _cases() -> list[tuple[str, Any, Any, str, dict[str, Any], dict[str, Any]]]:
         ("fewer queries", kerple, dape, "bfloat16", {**small, "q_length": 37}, {}),
         ("bias", FIRE(), Adapt(width=8), "float32", small, {}),
         ("each head's network", T5Bias(), Adapt(width=8, per_head=True), "float32", small, {}),
+        ("convolution, padding", kerple, Adapt(width=WIDTH, kernel_width=3), "bfloat16", model, {"k_valid": valid}),
+        ("convolution", kerple, Adapt("concat", 8, True, 3), "float32", small, {"causal": False}),
     ]
     return [(name, bias, adapt, dtype, {"length": length, "q_length": length, **shape}, kwargs)
             for name, bias, adapt, dtype, shape, kwargs in cases]  # fmt: skip

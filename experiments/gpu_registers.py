@@ -1,7 +1,7 @@
 """Registers and spilled bytes of the GPU kernels as ptxas compiles them for an H100. Needs no GPU.
 
 python -m experiments.gpu_registers [--shapes=12x64,16x64] [--biases=kerple] [--networks=concat_residual]
-    [--width=32] [--length=2048] [--dtype=bfloat16] [--tile=16x16] [--json=PATH]
+    [--width=32] [--kernel_width=1] [--length=2048] [--dtype=bfloat16] [--tile=16x16] [--json=PATH]
 
 Shapes are heads x head dimension. Networks: none, a variant of DAPE, or per_head. Without --tile the kernels' own
 tiles are taken. Bytes are per thread and counted once, inside loops or not.
@@ -30,13 +30,14 @@ _SHAPES = flags.DEFINE_string("shapes", "12x64,16x64", "Comma-separated heads x 
 _BIASES = flags.DEFINE_string("biases", "kerple", "Comma-separated biases; none for none.")
 _NETWORKS = flags.DEFINE_string("networks", "concat_residual", "Comma-separated: none, a variant of DAPE, per_head.")
 _WIDTH = flags.DEFINE_integer("width", 32, "Hidden units of the network.")
+_KERNEL_WIDTH = flags.DEFINE_integer("kernel_width", 1, "Keys that each layer of the network convolves; 3 is DAPE V2.")
 _LENGTH = flags.DEFINE_integer("length", 2048, "Tokens.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of q, k and v.")
 _TILE = flags.DEFINE_string("tile", None, "Queries x keys of all kernels' tiles.")
 _JSON = flags.DEFINE_string("json", None, "Where to write the figures as JSON.")
 _USAGE = (
     "python -m experiments.gpu_registers [--shapes=12x64,16x64] [--biases=kerple] [--networks=concat_residual] "
-    "[--width=32] [--length=2048] [--dtype=bfloat16] [--tile=16x16] [--json=PATH]"
+    "[--width=32] [--kernel_width=1] [--length=2048] [--dtype=bfloat16] [--tile=16x16] [--json=PATH]"
 )
 
 
@@ -61,7 +62,8 @@ def main(_: list[str]) -> None:
     if _JSON.value:
         path = Path(_JSON.value).expanduser()
         try:
-            write_json({"length": _LENGTH.value, "dtype": _DTYPE.value, "width": _WIDTH.value, "kernels": rows}, path)
+            sizes = {"length": _LENGTH.value, "width": _WIDTH.value, "kernel_width": _KERNEL_WIDTH.value}
+            write_json({**sizes, "dtype": _DTYPE.value, "kernels": rows}, path)
         except OSError as e:
             raise UserError(f"--json={path}: cannot be written: {e.strerror or e}") from e
 
@@ -70,7 +72,8 @@ def _figures(heads: int, d: int, bias_name: str, network: str, blocks: BlockSize
     bias = None if bias_name == "none" else BIASES[bias_name]()
     adapt = None
     if network != "none":
-        adapt = Adapt(width=_WIDTH.value, per_head=True) if network == "per_head" else Adapt(network, _WIDTH.value)
+        variant = "concat_residual" if network == "per_head" else network
+        adapt = Adapt(variant, _WIDTH.value, network == "per_head", _KERNEL_WIDTH.value)
     dtype = jnp.dtype(_DTYPE.value)
     tiles = gpu.default_tiles(api.Spec(bias, adapt, True, 1.0, heads), dtype == jnp.float32)
     if blocks is not None:

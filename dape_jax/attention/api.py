@@ -108,7 +108,7 @@ def choose_backend(
         chosen = "blockwise"
         for name, (platform, _, kernels) in _KERNELS.items():
             if platform == target.platform:
-                why = gpu.not_automatic(target) if kernels is gpu else None
+                why = gpu.not_automatic(target, call) if kernels is gpu else None
                 if why is None and call is not None:
                     why = kernels.refusal(*call, block_sizes, target)
                 chosen = name if why is None else chosen

@@ -10,6 +10,13 @@ The forward keeps the output and the log-sum-exp. The backward recomputes each t
 query blocks for dQ and the parameters, whose partial sums every program writes to a place of its own, and over key
 blocks for dK and dV. So nothing is added up in an order that may change.
 
+A network that convolves along the keys (DAPE V2) reads beside each key, and this lowering cannot move entries along an
+axis of a tile. So what it reads there is computed again, from the rows of k at shifts of up to 2p keys (p =
+kernel_width // 2), in loops over the taps of both layers: S and the first layer kernel_width^2 times where once would
+do, and S as often for the gradient. A tile then has a gradient of S for each shift; dQ adds their products with the
+shifted rows, and dK has a partial result for each, [4p + 1, B, Tk, N, d] in float32, that is shifted back and added up
+outside.
+
 JAX deprecates this lowering, and everything that depends on it is in this file. A Mosaic GPU version needs, instead of
 the trees: the logits of all heads in shared memory, rows (query, head), written by the warpgroups that multiply q k^T
 (``plgpu.wgmma``, or ``tcgen05`` on Blackwell) and read back as the network's operand; explicit copies
@@ -108,6 +115,11 @@ class Plan:
         """Query heads that read one key head."""
         return self.spec.num_heads // self.kv_heads
 
+    @property
+    def halo(self) -> int:
+        """Keys to each side that a logit depends on; 0 unless the network convolves."""
+        return 0 if self.spec.adapt is None else self.spec.adapt.halo
+
 
 def _mixes(spec: Spec) -> bool:
     return spec.adapt is not None and not spec.adapt.per_head
@@ -124,17 +136,22 @@ def _features(bias: biases.Bias | None) -> int:
 
 
 def _hidden(spec: Spec) -> int:
-    """Numbers of one position besides its logits: hidden units of the network and features of the bias."""
-    return _features(spec.bias) + (0 if spec.adapt is None else _padded(spec.adapt.width))
+    """Numbers of one position besides its logits: hidden units of the network, for each of its taps, and features of
+    the bias."""
+    return _features(spec.bias) + (0 if spec.adapt is None else _padded(spec.adapt.width) * spec.adapt.kernel_width)
 
 
-def not_automatic(target: Target) -> str | None:
+def not_automatic(target: Target, call: tuple[Spec, Arrays] | None) -> str | None:
     """Why these kernels are used only where they are asked for; None where they are the automatic choice."""
-    if any(name in target.device_kind for name in AUTOMATIC_ON):
-        return None
-    return (
-        f"their tiles are for the shared memory of an H100, not of {target.device_kind!r}; backend='pallas_gpu' tries"
-    )
+    why = None
+    if not any(name in target.device_kind for name in AUTOMATIC_ON):
+        why = f"their tiles are for the shared memory of an H100, not of {target.device_kind!r}"
+    elif call is not None:
+        (spec, arrays), adapt = call, call[0].adapt
+        # ptxas gives up on the registers of the backward over queries and keeps 40 KB of each thread in memory.
+        if adapt is not None and adapt.kernel_width > 1 and _mixes(spec) and arrays.q.dtype == jnp.float32:
+            why = f"adapt has kernel_width={adapt.kernel_width} and q has dtype float32, too much for the registers"
+    return None if why is None else f"{why}; backend='pallas_gpu' tries"
 
 
 def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> str | None:
@@ -148,8 +165,6 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
     served = (*ELEMENTWISE, *FEATURES)
     if bias is not None and type(bias) not in served:
         return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
-    if adapt is not None and adapt.kernel_width > 1:
-        return f"adapt has kernel_width={adapt.kernel_width}; the GPU kernels serve 1"
     if adapt is not None and adapt.width > WIDEST:
         return f"adapt has width={adapt.width}; {WIDEST} or less is needed by the GPU kernels"
     if _mixes(spec):
@@ -189,6 +204,8 @@ def default_tiles(spec: Spec, exact: bool) -> tuple[Tile, Tile, Tile]:
     Those of ptxas's fewest spilled bytes for an H100 (``experiments/gpu_registers.py``), not yet timed. Bytes spilled
     for DAPE-Kerple, D = 32, 12 (16) heads of 64 in bfloat16: 40 (128), 696 (1,124), 236 (464); a tile twice as large
     spills two to three times as much for each position. Without a network, and with one for each head, nothing.
+    DAPE V2 with a kernel width of 3: 1,344 (2,212), 4,124 (6,024), 4,976 (6,628); the sums for five shifts of the keys
+    alone are more than all registers. In float32 42 KB of the second, on which ptxas gives up.
     """
     smallest = Tile(16, 16, 8)
     if _mixes(spec):
@@ -312,28 +329,40 @@ def _pack_adapt(plan: Plan, params: dict[str, jax.Array]) -> dict[str, Any]:
     adapt, heads, width = plan.spec.adapt, plan.heads, plan.width
     if adapt is None:
         return {}
-    n = _padded(adapt.width)
+    n, taps = _padded(adapt.width), adapt.kernel_width
     w1, b1, w2 = params["w1"], params["b1"], params["w2"]  # b2 is a constant along a row, which the softmax cancels
-    if adapt.per_head:  # [H, 1, inputs, D], [H, D], [H, 1, D, 1]
-        w1, w2 = w1[:, 0], w2[:, 0]
-    else:  # [1, inputs, D] with the inputs (S and B, or one) by heads; [D]; [1, D, H]
-        b1 = b1[None]
-    w1 = _pad(_pad(w1.reshape(plan.groups, -1, heads, adapt.width), 3, n), 2, width)
-    if width > 1:  # as ``logits`` joins the inputs
-        w1 = jnp.swapaxes(w1, 1, 2).reshape(plan.groups, 1, -1, n)
+    if not adapt.per_head:
+        w1, b1, w2 = w1[None], b1[None], w2[None]
+    # [groups, k, inputs (S and B, or one, by heads), D], [groups, D], [groups, k, D, heads]
+    w1 = _pad(_pad(w1.reshape(plan.groups, taps, -1, heads, adapt.width), 4, n), 3, width)
+    w2 = _pad(_pad(w2, 2, n), 3, width)
+    if width > 1:  # as ``_inputs`` joins them
+        w1 = jnp.swapaxes(w1, 2, 3).reshape(plan.groups, taps, 1, -1, n)
     return {
-        "w1": [w1[:, c] for c in range(w1.shape[1])],
+        "w1": [[w1[:, t, c] for c in range(w1.shape[2])] for t in range(taps)],
         "b1": _pad(b1, 1, n)[:, None],
-        "w2": _pad(_pad(w2, 1, n), 2, width),
+        "w2": [w2[:, t] for t in range(taps)],
     }
 
 
 def logits(plan: Plan, operands: Operands, s: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
     """A [positions, heads] from S, both float32 and unmasked; int32 q and k [positions, 1] are the positions."""
+    if plan.spec.adapt is None:
+        return s if plan.spec.bias is None else s + _bias(plan, operands, q, k)
+    residual, inputs = _inputs(plan, operands, s, q, k)
+    p, hidden = operands.adapt, operands.adapt["b1"]
+    for x, w in zip(inputs, p["w1"][0], strict=True):
+        hidden = mix(False, plan.exact, x, w) + hidden
+    return residual + mix(False, plan.exact, _activated(hidden), p["w2"][0])
+
+
+def _inputs(
+    plan: Plan, operands: Operands, s: jax.Array, q: jax.Array, k: jax.Array
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The network's residual, and its inputs, one for each matrix in a tap of W1."""
     adapt = plan.spec.adapt
+    assert adapt is not None
     b = None if plan.spec.bias is None else _bias(plan, operands, q, k)
-    if adapt is None:
-        return s if b is None else s + b
     residual = s if b is None or adapt.variant == "concat" else s + b
     if b is None:
         inputs = [s]
@@ -341,14 +370,13 @@ def logits(plan: Plan, operands: Operands, s: jax.Array, q: jax.Array, k: jax.Ar
         inputs = [s + b]
     else:
         inputs = [b] if adapt.variant == "bias_only" else [s, b]
-    p = operands.adapt
     if plan.width > 1:  # one product for both, S and B of a head side by side
         inputs = [_join(inputs, len(inputs)).reshape(s.shape[0], -1)]
-    hidden = p["b1"]
-    for x, w in zip(inputs, p["w1"], strict=True):
-        hidden = mix(False, plan.exact, x, w) + hidden
-    act = jnp.where(hidden >= 0.0, hidden, adapt_lib.SLOPE * hidden)
-    return residual + mix(False, plan.exact, act, p["w2"])
+    return residual, inputs
+
+
+def _activated(hidden: jax.Array) -> jax.Array:
+    return jnp.where(hidden >= 0.0, hidden, adapt_lib.SLOPE * hidden)
 
 
 def _bias(plan: Plan, operands: Operands, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -484,17 +512,33 @@ class _Program:
         at = pl.ds(block * n, n)
         return at, block * n + jnp.arange(n, dtype=jnp.int32) < length if length % n else None
 
-    def vector(self, ref: Any, row: Any, block: Any, of: str) -> jax.Array:
+    def neighbours(self, block: Any, shift: Any) -> tuple[jax.Array, jax.Array]:
+        """int32 [block_k], the keys ``shift`` after those of a block; and whether they exist: where not, the index is
+        that of some other key."""
+        row, last = block * self.tile.k + jnp.arange(self.tile.k, dtype=jnp.int32) + shift, self.plan.k_length - 1
+        return jnp.minimum(jnp.maximum(row, 0), last), (row >= 0) & (row <= last)
+
+    def vector(self, ref: Any, row: Any, block: Any, of: str, shift: Any = None) -> jax.Array:
+        """Of a block, or of the keys ``shift`` after its own."""
+        if shift is not None:
+            return plgpu.load(ref.at[row, self.neighbours(block, shift)[0]])
         at, mask = self.mask(block, of)
         return plgpu.load(ref.at[row, at], mask=mask, other=None if mask is None else 0)
 
-    def rows(self, ref: Any, block: Any, of: str, head: Any) -> jax.Array:
-        """[block, padded d] of one head; zeros where there is nothing."""
-        at, mask = self.both(block, of)
+    def rows(self, ref: Any, block: Any, of: str, head: Any, shift: Any = None) -> jax.Array:
+        """[block, padded d] of one head; zeros where there is nothing. ``shift`` as above, and then anything finite."""
         # What does not change in the loop would be loaded before it, and float32 of all heads exceeds the memory then.
         volatile = self.plan.exact and self.plan.groups == 1
-        other = None if mask is None else 0.0
-        return plgpu.load(ref.at[self.b, at, _index(head), :], mask=mask, other=other, volatile=volatile)
+        if shift is None:
+            at, mask = self.both(block, of)
+            index: tuple = (self.b, at, _index(head), slice(None))
+        else:
+            shape = (self.tile.k, self.plan.padded_dim)
+            column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+            mask = None if self.plan.head_dim == self.plan.padded_dim else column < self.plan.head_dim
+            at = jnp.broadcast_to(self.neighbours(block, shift)[0][:, None], shape)
+            index = (self.b, at, _index(head), column)
+        return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0.0, volatile=volatile)
 
     def store(self, ref: Any, block: Any, of: str, head: Any, x: jax.Array) -> None:
         at, mask = self.both(block, of)
@@ -515,48 +559,142 @@ class _Program:
         mask = None if mask is None else jnp.broadcast_to(mask[:, None], shape)
         return plgpu.load(ref.at[self.b, at, self.g, :], mask=mask, other=None if mask is None else missing)[:, None]
 
-    def products(self, a: Any, b: Any, i: Any, j: Any, scale: float) -> jax.Array:
+    def products(self, a: Any, b: Any, i: Any, j: Any, scale: float, shift: Any = None) -> jax.Array:
         """``scale a b^T`` of every head, a rows of queries and b rows of keys: [block_q, block_k, padded heads]."""
         each = []
         for h, n in self.heads():
-            x = product(self.rows(a, i, "q", h), self.rows(b, j, "k", n), (1, 1), self.plan.exact)
+            x = product(self.rows(a, i, "q", h), self.rows(b, j, "k", n, shift), (1, 1), self.plan.exact)
             each.append(x if scale == 1.0 else scale * x)
         x = _join(each, self.plan.width)
         return x if self.plan.exact or self.plan.width == 1 else _spread(x)
 
-    def geometry(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Positions of queries and keys, [positions, 1] each, and the mask [block_q, block_k, 1]."""
+    def geometry(self, i: Any, j: Any, shift: Any = None) -> tuple[jax.Array, jax.Array, Any, Any]:
+        """Positions of queries and keys, [positions, 1] each; the mask, [block_q, block_k, 1] or None; and which keys
+        there are that are no padding, the same."""
         r, shape = self.r, (self.tile.q, self.tile.k)
 
         def pair(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.broadcast_to(x[:, None], shape), jnp.broadcast_to(y[None, :], shape)
 
-        q, k = pair(self.vector(r.q_positions, self.p, i, "q"), self.vector(r.k_positions, self.p, j, "k"))
+        q, k = pair(self.vector(r.q_positions, self.p, i, "q"), self.vector(r.k_positions, self.p, j, "k", shift))
         masks = [k <= q] if self.plan.spec.causal else []
         if r.q_segments is not None:
-            q_ids, k_ids = pair(self.vector(r.q_segments, self.b, i, "q"), self.vector(r.k_segments, self.b, j, "k"))
+            q_ids, k_ids = self.vector(r.q_segments, self.b, i, "q"), self.vector(r.k_segments, self.b, j, "k", shift)
+            q_ids, k_ids = pair(q_ids, k_ids)
             masks.append(q_ids == k_ids)
-        _, there = self.mask(j, "k")
+        _, there = self.mask(j, "k") if shift is None else self.neighbours(j, shift)
         if r.k_valid is not None:
-            valid = self.vector(r.k_valid, self.b, j, "k") != 0  # zero beyond the last key
-            masks.append(jnp.broadcast_to(valid[None, :], shape))
-        elif there is not None:
+            valid = self.vector(r.k_valid, self.b, j, "k", shift) != 0
+            there = valid if shift is None or there is None else valid & there  # a block's are zero beyond the last key
+        if there is not None:
             masks.append(jnp.broadcast_to(there[None, :], shape))
         mask = functools.reduce(jnp.logical_and, masks)[:, :, None] if masks else None
-        return q.reshape(-1, 1), k.reshape(-1, 1), mask
+        return q.reshape(-1, 1), k.reshape(-1, 1), mask, None if there is None else masks[-1][:, :, None]
 
     def logits(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None, Callable]:
-        """A and the mask, [block_q, block_k, padded heads], and A's vjp with respect to S and the operands."""
-        plan, s = self.plan, self.products(self.r.q, self.r.k, i, j, self.plan.spec.scale)
-        q, k, mask = self.geometry(i, j)
+        """A and the mask, [block_q, block_k, padded heads], and A's vjp: from its gradient to those of S, at the
+        shifts from -halo to halo, and of the operands."""
+        plan, shape = self.plan, (self.tile.q, self.tile.k, self.plan.width)
+        if plan.halo:
+            a, hidden = self.convolved(i, j)
+            _, _, mask, _ = self.geometry(i, j, 0)
+            vjp = functools.partial(self.d_convolved, i, j, hidden)
+        else:
+            s = self.products(self.r.q, self.r.k, i, j, plan.spec.scale)
+            q, k, mask, _ = self.geometry(i, j)
 
-        def f(s: jax.Array, bias: Any, adapt: Any) -> jax.Array:
-            return logits(plan, self.operands._replace(bias=bias, adapt=adapt), s.reshape(-1, plan.width), q, k)
+            def f(s: jax.Array, bias: Any, adapt: Any) -> jax.Array:
+                return logits(plan, self.operands._replace(bias=bias, adapt=adapt), s.reshape(-1, plan.width), q, k)
 
-        # The lowering knows no functions with gradients of their own; differentiated, none is left.
-        a, vjp = jax.vjp(f, s, self.operands.bias, self.operands.adapt)
-        mask = None if mask is None else jnp.broadcast_to(mask, s.shape)
-        return a.reshape(s.shape), mask, lambda d_a: vjp(d_a.reshape(a.shape))
+            # The lowering knows no functions with gradients of their own; differentiated, none is left.
+            a, vjp_of_s = jax.vjp(f, s, self.operands.bias, self.operands.adapt)
+
+            def vjp(d_a: jax.Array) -> tuple[list[jax.Array], Any, Any]:
+                d_s, d_bias, d_adapt = vjp_of_s(d_a)
+                return [d_s], d_bias, d_adapt
+
+        mask = None if mask is None else jnp.broadcast_to(mask, shape)
+        return a.reshape(shape), mask, lambda d_a: vjp(d_a.reshape(a.shape))
+
+    def inputs(self, i: Any, j: Any, shift: Any) -> tuple[jax.Array, list[jax.Array], Callable]:
+        """Of a convolving network, at the keys ``shift`` after those of block j: its residual; its inputs, zero where
+        the query may not attend to the key; and the vjp of both with respect to S and the bias's operands."""
+        plan = self.plan
+        s = self.products(self.r.q, self.r.k, i, j, plan.spec.scale, shift).reshape(-1, plan.width)
+        q, k, mask, _ = self.geometry(i, j, shift)
+        assert mask is not None
+        allowed = mask.reshape(-1, 1)
+
+        def f(s: jax.Array, bias: Any) -> tuple[jax.Array, list[jax.Array]]:
+            residual, xs = _inputs(plan, self.operands._replace(bias=bias), s, q, k)
+            return residual, [jnp.where(jnp.broadcast_to(allowed, x.shape), x, 0.0) for x in xs]
+
+        (residual, xs), vjp = jax.vjp(f, s, self.operands.bias)
+        return residual, xs, vjp
+
+    def mix(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Callable]:
+        return jax.vjp(functools.partial(mix, False, self.plan.exact), x, w)
+
+    def activated(self, i: Any, j: Any, shift: Any, hidden: jax.Array) -> tuple[jax.Array, Callable]:
+        """The hidden layer as the second convolution sees it, zero beyond the first and last key and on padding, not
+        what the first one makes of them; and its vjp."""
+        *_, is_key = self.geometry(i, j, shift)
+        assert is_key is not None
+        is_key = jnp.broadcast_to(is_key.reshape(-1, 1), hidden.shape)
+        return jax.vjp(lambda x: jnp.where(is_key, _activated(x), 0.0), hidden)
+
+    def convolved(self, i: Any, j: Any) -> tuple[jax.Array, list[jax.Array]]:
+        """A of DAPE V2, [positions, heads], and for each tap of its second layer the hidden layer, not activated.
+
+        Loops over taps, not copies for each: the compiler would hold everything at once.
+        """
+        plan, p = self.plan, self.operands.adapt
+        taps, positions = len(p["w1"]), self.tile.q * self.tile.k
+        start = jnp.broadcast_to(p["b1"], (positions, p["b1"].shape[-1]))
+
+        def second(t: Any, carry: tuple) -> tuple:
+            def first(s: Any, carry: tuple) -> tuple:
+                hidden, a = carry
+                residual, xs, _ = self.inputs(i, j, t + s - plan.halo)
+                for x, w in zip(xs, _pick(p["w1"], s), strict=True):
+                    hidden = hidden + self.mix(x, w)[0]
+                return hidden, a + jnp.where(_is_center(plan, t, s), residual, 0.0)
+
+            a, each = carry
+            hidden, a = jax.lax.fori_loop(0, taps, first, (start, a))
+            act, _ = self.activated(i, j, t - plan.halo // 2, hidden)
+            a = a + self.mix(act, _pick(p["w2"], t))[0]
+            return a, [jnp.where(t == n, hidden, x) for n, x in enumerate(each)]
+
+        zeros = jnp.zeros((positions, plan.width), jnp.float32)
+        return jax.lax.fori_loop(0, taps, second, (zeros, [jnp.zeros_like(start)] * taps))
+
+    def d_convolved(self, i: Any, j: Any, each: list[jax.Array], d_a: jax.Array) -> tuple[list[jax.Array], Any, Any]:
+        """The vjp of ``convolved``, with the hidden layers that it gave."""
+        plan, p = self.plan, self.operands.adapt
+        taps = len(p["w1"])
+
+        def second(t: Any, carry: tuple) -> tuple:
+            d_ss, d_bias, d_p = carry
+            act, vjp = self.activated(i, j, t - plan.halo // 2, _pick(each, t))
+            d_act, d_w2 = self.mix(act, _pick(p["w2"], t))[1](d_a)
+            (d_hidden,) = vjp(d_act)
+
+            def first(s: Any, carry: tuple) -> tuple:
+                d_ss, d_bias, d_w1 = carry
+                _, xs, vjp = self.inputs(i, j, t + s - plan.halo)
+                both = [self.mix(x, w)[1](d_hidden) for x, w in zip(xs, _pick(p["w1"], s), strict=True)]
+                d_s, d_b = vjp((jnp.where(_is_center(plan, t, s), d_a, 0.0), [d_x for d_x, _ in both]))
+                d_w1 = _add_at(d_w1, s, [d_w for _, d_w in both])
+                return _add_at(d_ss, t + s, d_s), jax.tree.map(jnp.add, d_bias, d_b), d_w1
+
+            d_ss, d_bias, d_w1 = jax.lax.fori_loop(0, taps, first, (d_ss, d_bias, d_p["w1"]))
+            d_b1 = d_p["b1"] + d_hidden.sum(axis=0, keepdims=True)
+            return d_ss, d_bias, {"w1": d_w1, "b1": d_b1, "w2": _add_at(d_p["w2"], t, d_w2)}
+
+        zeros = jax.tree.map(jnp.zeros_like, ([d_a] * (2 * plan.halo + 1), self.operands.bias, p))
+        d_ss, d_bias, d_p = jax.lax.fori_loop(0, taps, second, zeros)
+        return [d_s.reshape(self.tile.q, self.tile.k, plan.width) for d_s in d_ss], d_bias, d_p
 
     def input(self, x: jax.Array) -> jax.Array:
         return x if self.plan.exact else x.astype(jnp.bfloat16)
@@ -565,6 +703,24 @@ class _Program:
 def _index(n: Any) -> Any:
     """Interpreted, masked loads take NumPy's integers and not Python's."""
     return np.int32(n) if isinstance(n, int) else n
+
+
+def _is_center(plan: Plan, t: Any, s: Any) -> Any:
+    """Whether taps t and s of the two layers are both the middle one: the key itself, once."""
+    return (t == plan.halo // 2) & (s == plan.halo // 2)
+
+
+def _pick(trees: Sequence[Any], n: Any) -> Any:
+    """The n-th of a few alike, n traced."""
+    picked = trees[0]
+    for at, tree in enumerate(trees[1:], 1):
+        picked = jax.tree.map(functools.partial(jnp.where, n == at), tree, picked)
+    return picked
+
+
+def _add_at(trees: Sequence[Any], n: Any, x: Any) -> list[Any]:
+    """With x added to the n-th, n traced."""
+    return [jax.tree.map(lambda a, b, at=at: a + jnp.where(n == at, b, 0.0), tree, x) for at, tree in enumerate(trees)]
 
 
 def _join(xs: Sequence[jax.Array], width: int) -> jax.Array:
@@ -657,9 +813,14 @@ def _queries_kernel(plan: Plan, r: Inputs, grad: Gradient, d_q: Any, *d_operands
 
     def body(j: Any, carry: tuple) -> tuple:
         d_q, sums = carry
-        _, (d_s, *d_operands) = _tile_gradient(program, grad, i, j)
-        each = zip(heads, d_q, _split(program.input(d_s)), strict=False)
-        d_q = [x + product(y, program.rows(r.k, j, "k", n), (1, 0), plan.exact) for (_, n), x, y in each]
+        _, (d_ss, *d_operands) = _tile_gradient(program, grad, i, j)
+
+        def add(shift: Any, d_q: list[jax.Array]) -> list[jax.Array]:
+            d_s = d_ss[0] if shift is None else _pick(d_ss, shift + plan.halo)
+            each = zip(heads, d_q, _split(program.input(d_s)), strict=False)
+            return [x + product(y, program.rows(r.k, j, "k", n, shift), (1, 0), plan.exact) for (_, n), x, y in each]
+
+        d_q = jax.lax.fori_loop(-plan.halo, plan.halo + 1, add, d_q) if plan.halo else add(None, d_q)
         return d_q, jax.tree.map(jnp.add, sums, d_operands)
 
     sums = [program.operands.bias, program.operands.adapt]
@@ -671,26 +832,30 @@ def _queries_kernel(plan: Plan, r: Inputs, grad: Gradient, d_q: Any, *d_operands
         ref[program.b, i, program.g] = x
 
 
-def _keys_kernel(plan: Plan, r: Inputs, grad: Gradient, d_k: Any, d_v: Any) -> None:
-    """Grid (key block, group, batch row). d_k and d_v as k; one for each query head where a program holds one."""
+def _keys_kernel(plan: Plan, r: Inputs, grad: Gradient, d_v: Any, *d_ks: Any) -> None:
+    """Grid (key block, group, batch row). d_v as v; d_ks as k, one for each shift from -halo to halo: what the
+    logits of a block give the keys beside it. Of each one for each query head, where a program holds one."""
     program = _Program(plan, plan.keys, r)
     j, heads = program.block, program.heads()
     outputs = [program.g] if plan.groups > 1 else list(range(plan.kv_heads))
 
     def body(i: Any, carry: tuple) -> tuple:
-        d_k, d_v = (list(x) for x in carry)
-        p, (d_s, *_) = _tile_gradient(program, grad, i, j)
-        for (h, n), x, y in zip(heads, _split(program.input(p)), _split(program.input(d_s)), strict=False):
-            at = 0 if plan.groups > 1 else n
-            d_v[at] += product(x, program.rows(grad.d_out, i, "q", h), (0, 0), plan.exact)
-            d_k[at] += product(y, program.rows(r.q, i, "q", h), (0, 0), plan.exact)
-        return d_k, d_v
+        d_v, d_ks = list(carry[0]), [list(x) for x in carry[1]]
+        p, (d_ss, *_) = _tile_gradient(program, grad, i, j)
+        for (h, n), x in zip(heads, _split(program.input(p)), strict=False):
+            d_v[0 if plan.groups > 1 else n] += product(x, program.rows(grad.d_out, i, "q", h), (0, 0), plan.exact)
+        for d_k, d_s in zip(d_ks, d_ss, strict=True):
+            for (h, n), y in zip(heads, _split(program.input(d_s)), strict=False):
+                d_k[0 if plan.groups > 1 else n] += product(y, program.rows(r.q, i, "q", h), (0, 0), plan.exact)
+        return d_v, d_ks
 
     zeros = [jnp.zeros((plan.keys.k, plan.padded_dim), jnp.float32) for _ in outputs]
-    d_ks, d_vs = jax.lax.fori_loop(*program.range(j), body, (zeros, zeros))
-    for h, x, y in zip(outputs, d_ks, d_vs, strict=True):
-        program.store(d_k, j, "k", h, plan.spec.scale * x)
-        program.store(d_v, j, "k", h, y)
+    total_v, totals_k = jax.lax.fori_loop(*program.range(j), body, (zeros, [zeros for _ in d_ks]))
+    for h, x in zip(outputs, total_v, strict=True):
+        program.store(d_v, j, "k", h, x)
+    for d_k, total in zip(d_ks, totals_k, strict=True):
+        for h, x in zip(outputs, total, strict=True):
+            program.store(d_k, j, "k", h, plan.spec.scale * x)
 
 
 # Calls ----------------------------------------------------------------------------------------------------------------
@@ -776,7 +941,7 @@ def _cost(plan: Plan, batch: int, times: tuple[float, float]) -> pl.CostEstimate
     adapt, network = spec.adapt, 0
     if adapt is not None:
         inputs = adapt.channels(heads, spec.bias is not None)
-        network = adapt.width * ((inputs + 1) * heads if adapt.per_head else inputs + heads)
+        network = adapt.kernel_width * adapt.width * ((inputs + 1) * heads if adapt.per_head else inputs + heads)
     size = 4 if plan.exact else 2
     moved = batch * size * plan.head_dim * 2 * (plan.q_length * heads + plan.k_length * plan.kv_heads)
     return pl.CostEstimate(
@@ -796,6 +961,16 @@ def _forward(plan: Plan, interpret: bool, arrays: Arrays, dtype: Any) -> tuple[j
     return _call(plan, interpret, plan.forward, "q", _forward_kernel, arrays, None, outputs, (2, 1))
 
 
+def _shifted_sum(xs: Sequence[jax.Array]) -> jax.Array:
+    """``y[:, j] = sum_e xs[e][:, j - e]``, e from -h to h for 2h + 1 arrays [B, T, ..]; zero beyond the ends."""
+    h, length = len(xs) // 2, xs[0].shape[1]
+    if not h:
+        return xs[0]
+    rest = [(0, 0)] * (xs[0].ndim - 2)
+    padded = [jnp.pad(x, [(0, 0), (n, 2 * h - n), *rest]) for n, x in enumerate(xs)]
+    return functools.reduce(jnp.add, padded)[:, h : h + length]
+
+
 def _attend_bwd(plan: Plan, interpret: bool, saved: Any, d_out: jax.Array) -> tuple[Arrays]:
     arrays, out, lse = saved
     _, batch, length, d = arrays.q.shape
@@ -812,15 +987,19 @@ def _attend_bwd(plan: Plan, interpret: bool, saved: Any, d_out: jax.Array) -> tu
     d_q, *sums = call(plan.queries, "q", _queries_kernel, arrays, grad, outputs, (3, 3))
     d_params = unpack(jax.tree.unflatten(jax.tree.structure(packed), [x.sum(axis=(0, 1)) for x in sums]))
 
-    # One for each program's heads: those of query heads that share a key head are added up here.
-    shared = plan.groups > 1 and plan.group > 1
+    # One for each program's heads: those of query heads that share a key head are added up here, as are those of a
+    # convolving network's shifts.
+    shared, dtype = plan.groups > 1 and plan.group > 1, arrays.k.dtype
     of_keys = (batch, plan.k_length, plan.spec.num_heads if shared else plan.kv_heads, d)
-    output = (jax.ShapeDtypeStruct(of_keys, jnp.float32 if shared else arrays.k.dtype), "k", plan.padded_dim)
-    d_k, d_v = call(plan.keys, "k", _keys_kernel, arrays, grad, [output, output], (4, 2))
+    outputs = [
+        (jax.ShapeDtypeStruct(of_keys, jnp.float32 if shared or in_parts else dtype), "k", plan.padded_dim)
+        for in_parts in (False, *[plan.halo > 0] * (2 * plan.halo + 1))
+    ]
+    d_v, *d_ks = call(plan.keys, "k", _keys_kernel, arrays, grad, outputs, (4, 2))
+    d_k = _shifted_sum(d_ks)
     if shared:
-        d_k, d_v = (
-            x.reshape(batch, plan.k_length, plan.kv_heads, -1, d).sum(axis=3).astype(arrays.k.dtype) for x in (d_k, d_v)
-        )
+        d_k, d_v = (x.reshape(batch, plan.k_length, plan.kv_heads, -1, d).sum(axis=3) for x in (d_k, d_v))
+    d_k, d_v = d_k.astype(dtype), d_v.astype(dtype)
     gradients: dict[str, Any] = dict.fromkeys(Arrays._fields)  # None for what is not differentiable
     gradients |= {name: _heads_first(x) for name, x in (("q", d_q), ("k", d_k), ("v", d_v))}
     return (Arrays(**gradients | dict(zip(("bias_params", "adapt_params"), d_params, strict=True))),)

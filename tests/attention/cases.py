@@ -39,8 +39,6 @@ def attend(backend, *arrays, blocks=None, kernel_blocks=None, bias=None, adapt=N
 
     ``blocks`` are the blockwise backend's; the kernels take their smallest where any are given, or ``kernel_blocks``.
     """
-    if backend == "pallas_gpu" and adapt is not None and adapt.kernel_width > 1:
-        pytest.skip("DAPE V2 has no GPU kernels; they refuse it by name")
     q, k, v, bias_params, adapt_params = arrays
     smallest = {"pallas_tpu": BlockSizes(q=16, k=128, rows=1), "pallas_gpu": BlockSizes(q=16, k=16, rows=1)}
     sizes = {"blockwise": blocks, **{name: kernel_blocks or (blocks and size) for name, size in smallest.items()}}

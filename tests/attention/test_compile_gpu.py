@@ -17,6 +17,7 @@ pytestmark = [
 MODELS = {"125M": (12, 64), "350M": (16, 64)}
 KERNELS = {f"dape_attention_{name}" for name in ("forward", "queries", "keys")}
 LARGEST = {"forward": 200, "queries": 1500, "keys": 600}  # bytes spilled by each thread
+LARGEST_CONVOLVING = {"forward": 2600, "queries": 6600, "keys": 7700}
 
 
 def compiled(*args, backward=True, **kwargs):
@@ -34,6 +35,15 @@ def test_models_with_few_registers_spilled(model, length, tmp_path):
     assert {row["kernel"] for row in found} == KERNELS
     for row in found:
         assert row["spill_stores"] <= LARGEST[row["kernel"].removeprefix("dape_attention_")], row
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_whose_networks_convolve(model, tmp_path):
+    compiled(2048, *MODELS[model], KerpleLog(), Adapt(kernel_width=3), folder=tmp_path)
+    found = gpu_compile.registers(tmp_path)
+    assert {row["kernel"] for row in found} == KERNELS
+    for row in found:
+        assert row["spill_stores"] <= LARGEST_CONVOLVING[row["kernel"].removeprefix("dape_attention_")], row
 
 
 @pytest.mark.parametrize("length", [512, 2048])

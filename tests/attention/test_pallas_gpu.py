@@ -29,6 +29,10 @@ CASES = {
     "power, networks of single heads": (KerplePower(), Adapt(width=3, per_head=True), {"kv_heads": 1}, {}),
     "padding, fewer queries, bidirectional": (None, None, {"q_length": 20, "length": ODD}, {
         "causal": False, "k_valid": jnp.asarray(np.arange(ODD)[None] < np.array([[30], [0]]))}),
+    "power, convolution, keys that pad": (KerplePower(), Adapt(width=4, kernel_width=3), {"length": ODD, "d": 8}, {
+        "k_valid": jnp.asarray(np.arange(ODD)[None] < np.array([[32], [5]]))}),
+    "convolutions of single heads, fewer queries": (ALiBi(), Adapt("concat", 3, True, 3), {
+        "q_length": 20, "kv_heads": 1}, {"causal": False}),
 }  # fmt: skip
 
 
@@ -47,9 +51,10 @@ def test_against_the_reference(name):
         assert not np.any(np.asarray(got)[1])
 
 
-def test_bfloat16_within_its_bounds():
+@pytest.mark.parametrize("kernel_width", [1, 3])
+def test_bfloat16_within_its_bounds(kernel_width):
     """The reference receives the same rounded q, k, v in float32. Neither 3 heads nor 24 numbers are powers of two."""
-    bias, adapt = KerpleLog(), Adapt(width=8)
+    bias, adapt = KerpleLog(), Adapt(width=8, kernel_width=kernel_width)
     arrays, cotangent = make(1, ODD, ODD, 3, 3, 24, bias, adapt, jnp.bfloat16)
     got, grads = run("pallas_gpu", arrays, cotangent, bias, adapt)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangent))
@@ -71,6 +76,16 @@ def test_heads_are_joined_and_split_in_order():
 def test_numbers_are_spread_exactly():
     x = jax.random.normal(jax.random.key(0), (4, 4, 16)) * jnp.exp2(jnp.arange(16.0) * 4 - 30)[None, None]
     assert np.array_equal(gpu._spread(x), x)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_shifted_sums_end_with_the_array(length):
+    xs = np.random.default_rng(0).normal(size=(5, 2, length, 3)).astype(np.float32)
+    want = np.zeros_like(xs[0])
+    for x, shift in zip(xs, range(-2, 3), strict=True):
+        for j in range(max(0, shift), min(length, length + shift)):
+            want[:, j] += x[:, j - shift]
+    assert np.allclose(gpu._shifted_sum(list(xs)), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("length", [64, 60])
@@ -100,7 +115,7 @@ def test_no_array_of_length_squared():
 @pytest.mark.parametrize(
     ("bias", "adapt"),
     [(KerpleLog(), Adapt(width=8)), (FIRE(), Adapt("concat", per_head=True)), (T5Bias(), Adapt("add_residual")),
-     (KerplePower(), None)], ids=repr,
+     (KerplePower(), None), (ALiBi(), Adapt(width=8, kernel_width=3))], ids=repr,
 )  # fmt: skip
 def test_every_operation_lowers_to_triton(bias, adapt):
     """Which needs no GPU and no CUDA."""
@@ -145,6 +160,11 @@ def test_the_choice_by_platform(caplog):
         with caplog.at_level("INFO", logger="dape_jax.attention.api"):
             assert choose_backend(call=call) == "blockwise"
         assert "pallas_gpu is not used: q has head dimension 256" in caplog.text
+        adapt = Adapt(width=4, kernel_width=3)
+        params = adapt.init(jax.random.key(0), 2, has_bias=False)
+        for dtype, chosen in ((jnp.float32, "blockwise"), (jnp.bfloat16, "pallas_gpu")):
+            x = jnp.zeros((1, 5, 2, 8), dtype)
+            assert choose_backend(call=api.check(x, x, x, adapt=adapt, adapt_params=params)) == chosen
     with compile_for("interpret"):
         assert choose_backend() == "blockwise"
 
@@ -159,7 +179,6 @@ REFUSED = {
     "q has head dimension 200": {"q": jnp.zeros((1, 5, 2, 200))},
     "bias Mine has no kernel": {"bias": Mine()},
     "q has 32 heads of 128, mixed by the network": {"q": jnp.zeros((1, 16, 32, 128)), "adapt": Adapt(width=4)},
-    "adapt has kernel_width=3": {"adapt": Adapt(width=4, kernel_width=3)},
     "adapt has width=65": {"adapt": Adapt(width=65)},
     "adapt has width=64, padded to 64, and the bias 32 features": {"adapt": Adapt(width=64), "bias": T5Bias()},
     "block size rows=2": {"block_sizes": BlockSizes(16, 16, 2)},
