@@ -147,10 +147,10 @@ def not_automatic(target: Target, call: tuple[Spec, Arrays] | None) -> str | Non
     if not any(name in target.device_kind for name in AUTOMATIC_ON):
         why = f"their tiles are for the shared memory of an H100, not of {target.device_kind!r}"
     elif call is not None:
-        (spec, arrays), adapt = call, call[0].adapt
-        # ptxas gives up on the registers of the backward over queries and keeps 40 KB of each thread in memory.
-        if adapt is not None and adapt.kernel_width > 1 and _mixes(spec) and arrays.q.dtype == jnp.float32:
-            why = f"adapt has kernel_width={adapt.kernel_width} and q has dtype float32, too much for the registers"
+        spec, adapt = call[0], call[0].adapt
+        # ptxas keeps 4 to 6 KB of each thread in memory, and 40 KB in float32: that may be slower than blockwise.
+        if adapt is not None and adapt.kernel_width > 1 and _mixes(spec):
+            why = f"adapt has kernel_width={adapt.kernel_width}, which overflows the registers"
     return None if why is None else f"{why}; backend='pallas_gpu' tries"
 
 

@@ -162,9 +162,10 @@ def test_the_choice_by_platform(caplog):
         assert "pallas_gpu is not used: q has head dimension 256" in caplog.text
         adapt = Adapt(width=4, kernel_width=3)
         params = adapt.init(jax.random.key(0), 2, has_bias=False)
-        for dtype, chosen in ((jnp.float32, "blockwise"), (jnp.bfloat16, "pallas_gpu")):
-            x = jnp.zeros((1, 5, 2, 8), dtype)
-            assert choose_backend(call=api.check(x, x, x, adapt=adapt, adapt_params=params)) == chosen
+        x = jnp.zeros((1, 5, 2, 8), jnp.bfloat16)
+        call = api.check(x, x, x, adapt=adapt, adapt_params=params)
+        assert choose_backend(call=call) == "blockwise"  # untimed, and more than the registers hold
+        assert choose_backend("pallas_gpu", call=call) == "pallas_gpu"
     with compile_for("interpret"):
         assert choose_backend() == "blockwise"
 
