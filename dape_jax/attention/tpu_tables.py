@@ -183,7 +183,7 @@ def _each_vector(plan: Plan, begin: Any, vector: Callable[[Any, int, Any, Any], 
             vector(m * plan.slabs + n, n, lane + m, 0)
 
     whole = plan.block_q // plan.slabs
-    jax.lax.fori_loop(0, whole, vectors, None)
+    jax.lax.fori_loop(0, whole, vectors, None, unroll=4)
     # The last few may begin at the next slab.
     next_slab = jax.lax.div(lane + whole, LANES)
     for n in range(plan.slabs - 1):
