@@ -35,7 +35,7 @@ _METHODS = flags.DEFINE_string(
     "Comma-separated position encodings.",
 )
 _SEEDS = flags.DEFINE_string("seeds", "0,1,2", "Comma-separated seeds.")
-_JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time; on GPU and TPU each takes the device of its number.")
+_JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time; on GPU and TPU each takes a device, of those visible.")
 _USAGE = (
     "python -m experiments.chomsky_table --config=configs/chomsky_small.py --workdir=DIR [--tasks=A,B] [--methods=X,Y]"
 )
@@ -70,8 +70,9 @@ def main(_: list[str]) -> None:
     if _JOBS.value < 1:
         raise UserError(f"--jobs={_JOBS.value}: 1 or more is needed")
     for name in DEVICES:
-        if _JOBS.value > len(_devices(name)):
-            raise UserError(f"--jobs={_JOBS.value}: {name}={os.environ[name]} lets {len(_devices(name))} be seen")
+        visible = len(command.visible_devices(name, _JOBS.value))
+        if _JOBS.value > visible:
+            raise UserError(f"--jobs={_JOBS.value}: {name}={os.environ[name]} lets {visible} be seen")
     jobs = [_checked(job) for job in jobs]
     missing = [job for job in jobs if job.report() is None]
     print(f"{len(missing)} of {len(jobs)} runs to do; their logs: {root}/TASK/METHOD/seedN.log")
@@ -185,12 +186,6 @@ def _run_all(jobs: list[Job]) -> list[str]:
     return failed
 
 
-def _devices(variable: str) -> list[str]:
-    """One device for each run at a time: of those that the user lets this command see, else the first ones."""
-    given = os.environ.get(variable)
-    return [str(i) for i in range(_JOBS.value)] if given is None else given.split(",")
-
-
 def _run(job: Job, slot: int, children: _Children) -> str | None:
     """Trains and scores one run; returns what went wrong, if something did."""
     job.workdir.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +195,7 @@ def _run(job: Job, slot: int, children: _Children) -> str | None:
     evaluate = ["evaluate", f"--step={job.step}", f"--lengths={job.longest}", f"--max_windows={job.samples}"]
     environment = dict(os.environ)
     if _JOBS.value > 1:
-        environment |= {name: _devices(name)[slot] for name in DEVICES}
+        environment |= {name: command.visible_devices(name, _JOBS.value)[slot] for name in DEVICES}
     with log_path.open("a") as log:
         for name, *arguments in (train, evaluate):
             line = [sys.executable, "-m", f"experiments.{name}", *arguments, f"--workdir={job.workdir}"]

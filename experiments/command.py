@@ -115,6 +115,16 @@ def _once(flag: str, value: str, given: list) -> list:
     return given
 
 
+def visible_devices(variable: str, count: int) -> list[str]:
+    """What each of ``count`` processes is to see: one of the devices that ``variable`` lets this one see, else of all."""
+    given = os.environ.get(variable)
+    if given is None:
+        return [str(i) for i in range(count)]
+    if given.strip() in ("", "-1"):  # none at all, so that all run on the CPU
+        return [given] * count
+    return [device for device in given.split(",") if device]
+
+
 def workdir(value: str | None) -> Path:
     """The folder of a run, which is a required flag."""
     if not value:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from absl import flags
 
+from dape_jax import config as config_lib
 from dape_jax.errors import UserError
 from dape_jax.evaluation import plots, protocols, report, table
+from dape_jax.training.workdir import CONFIG_FILE, load_config
 from experiments import command
 
 _OUTPUT = flags.DEFINE_string(
@@ -30,6 +32,9 @@ def main(arguments: list[str]) -> None:
     if len(set(names)) < len(names):
         raise UserError(f"one run is named twice: {' '.join(names)}")
     protocol = protocols.check_protocol(_PROTOCOL.value)
+    for directory in directories:
+        if (directory / CONFIG_FILE).is_file() and load_config(directory).data.source == config_lib.CHOMSKY:
+            raise UserError(f"{directory} is a run on a task; experiments.chomsky_table makes tables of those")
     reports = [report.latest_report(directory, _SPLIT.value, protocol) for directory in directories]
     report.check_comparable(reports, names)
     reports = report.with_labels(reports, names)

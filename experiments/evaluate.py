@@ -69,8 +69,8 @@ _USAGE = (
 
 def main(_: list[str]) -> None:
     directory = command.workdir(_WORKDIR.value)
-    if _DRAW_SEED.value < 0:
-        raise UserError(f"--draw_seed={_DRAW_SEED.value}: 0 or more is needed")
+    if not 0 <= _DRAW_SEED.value < 2**32:
+        raise UserError(f"--draw_seed={_DRAW_SEED.value}: 0 to 2^32 - 1 is needed")
     config = load_config(directory)
     (_score_task if config.data.source == config_lib.CHOMSKY else _score_text)(directory, config)
 

@@ -1,5 +1,6 @@
 """The report of a task's accuracies: JSON, and the plot made from it."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def make_report(
         "task": task.name,
         "method": config_lib.method_label(config.model.position),
         "position": config.model.position,
+        "network": None if run.model.adapt is None else dataclasses.asdict(run.model.adapt),
         "random_range": run.model.random_range,
         "train_length": config.data.sequence_length,
         "step": step,
@@ -71,13 +73,14 @@ def _yarn_scales(run: Run, accuracies: Accuracies) -> dict[str, list[float]]:
     return {"yarn_scales": [x.scale for x in rotary if isinstance(x, YaRN)]}
 
 
-def report_name(task: str, step: int, longest: int) -> str:
-    return f"{PROTOCOL}_{task}_step{step}_1to{longest}.json"
+def report_name(task: str, step: int, longest: int, seed: int = 0) -> str:
+    """``seed`` is that of the evaluation."""
+    return f"{PROTOCOL}_{task}_step{step}_1to{longest}{f'_seed{seed}' if seed else ''}.json"
 
 
 def write_report(report: dict[str, Any], directory: Path) -> Path:
     """Writes the report and its plot below ``directory``; returns the JSON's path."""
-    path = directory / report_name(report["task"], report["step"], report["lengths"][-1])
+    path = directory / report_name(report["task"], report["step"], report["lengths"][-1], report["evaluation_seed"])
     write_json(report, path)
     plots.accuracy_by_length([report], path.with_suffix(".png"))
     return path

@@ -1,5 +1,6 @@
 """The table of many runs on tasks of the Chomsky hierarchy: mean and deviation over seeds, beside the paper's."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dape_jax import config as config_lib
+from dape_jax.adapt import Adapt
 from dape_jax.data.chomsky import get_task
 from dape_jax.errors import UserError
 from dape_jax.evaluation import plots
@@ -39,7 +41,7 @@ def find_report(
         report = json.loads(path.read_text())
         if report["format"] != FORMAT:
             raise UserError(f"{path} has format {report['format']}; this version reads {FORMAT}")
-        for name in (*SHARED, *NUMBERS, "task", "position", "seed", "lengths", "accuracy"):
+        for name in (*SHARED, *NUMBERS, "task", "position", "network", "seed", "lengths", "accuracy"):
             if name not in report:
                 raise KeyError(name)
         if not all(isinstance(report[name], int | float) for name in NUMBERS):
@@ -48,7 +50,7 @@ def find_report(
             raise ValueError(f"{len(report['accuracy'])} accuracies up to length {longest}")
     except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
         raise UserError(f"{path} is damaged: {e!r}; remove it, and it is made again") from e
-    wanted = {"task": task, "position": position, "seed": seed, "step": step}
+    wanted = {"task": task, "position": position, "seed": seed, "step": step, "evaluation_seed": 0}
     other = [f"{name}={report[name]!r}" for name, value in wanted.items() if report[name] != value]
     if other:
         raise UserError(f"{path} is the report of another run: {', '.join(other)}; remove it, and it is made again")
@@ -62,6 +64,9 @@ def make_table(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
       UserError: the runs were not trained or scored alike.
     """
     reports = [{**report, "longest": report["lengths"][-1]} for report in reports]
+    for position in {report["position"] for report in reports}:
+        if len({json.dumps(r["network"]) for r in reports if r["position"] == position}) > 1:
+            raise UserError(f"the runs cannot stand in one table: the DAPE networks of {position} differ")
     for what in (*SHARED, "longest"):
         differing = {json.dumps(report[what]) for report in reports}
         if len(differing) > 1:
@@ -99,9 +104,18 @@ def _cell(task: str, position: str, reports: list[dict[str, Any]]) -> dict[str, 
         "mean_in_training_range": float(np.mean([r["score_in_training_range"] for r in reports])),
         "mean_of_sequences": float(np.mean([r["score_of_sequences"] for r in reports])),
         **_chance(task, float(scores.mean()), reports),
-        "paper": printed(task, position),
+        "network": reports[0]["network"],
+        "paper": printed(task, position) if _as_in_the_paper(reports[0]["network"]) else None,
         "accuracy": np.mean([r["accuracy"] for r in reports], axis=0).round(3).tolist(),
     }
+
+
+def _as_in_the_paper(network: dict[str, Any] | None) -> bool:
+    """Whether the paper's figures are of such a network, whatever its width."""
+    if network is None:
+        return True
+    default = dataclasses.asdict(Adapt())
+    return all(network[name] == default[name] for name in default if name != "width")
 
 
 def _chance(task: str, mean: float, reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -132,6 +146,9 @@ def print_table(table: dict[str, Any]) -> None:
     console = console if console.is_terminal else Console(width=200)
     console.print(rich)
     model = table["model"]
+    networks = {json.dumps(cell["network"]) for cell in table["cells"] if cell["network"] is not None}
+    for network in sorted(networks):
+        console.print("DAPE: " + ", ".join(f"{k} {v}" for k, v in json.loads(network).items()), highlight=False)
     console.print(
         f"{model['layers']} layers of {model['width']}, {model['heads']} heads, {table['step']:,} steps at lengths up "
         f"to {table['train_length']}; {table['samples_of_each_length']} samples of a length. * permutation-invariant. "

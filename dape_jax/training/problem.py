@@ -189,10 +189,11 @@ class Chomsky:
         return [{"row": i, "input": "".join(symbols[t] for t in row if t < len(symbols))} for i, row in enumerate(rows)]
 
     def validation(self, rows: int, devices: int) -> list[Batch]:
-        """Batches of lengths that are spread evenly from the shortest to the longest, each of one length."""
+        """Batches of lengths that are spread evenly from the longest to the shortest, each of one length."""
         wanted, longest = self.config.training.validation_windows, self.config.data.sequence_length
         size = min(rows, devices * -(-wanted // (devices * VALIDATION_LENGTHS)))
-        lengths = np.linspace(self.task.min_length, longest, -(-wanted // size)).round().astype(int).tolist()
+        # From the longest, which is the one that counts where there is room for one only.
+        lengths = np.linspace(longest, self.task.min_length, -(-wanted // size)).round().astype(int).tolist()
         return [self._draw(i, task_batches.VALIDATION, size, length) for i, length in enumerate(lengths)]
 
     def _training_batch(self, step: int) -> dict[str, np.ndarray]:

@@ -15,8 +15,8 @@ def report(task="even_pairs", position="alibi", seed=0, score=50.0, **other):
     return {
         "format": 1, "protocol": "chomsky", "task": task, "position": position, "seed": seed, "score": score,
         "score_in_training_range": 90.0, "score_of_sequences": 40.0, "train_length": 2, "step": 7,
-        "samples_of_each_length": 8, "evaluation_seed": 0, "train_dtype": "float32", "lengths": [1, 2, 3],
-        "accuracy": [99.0, 98.0, score],
+        "samples_of_each_length": 8, "evaluation_seed": 0, "network": None, "train_dtype": "float32",
+        "lengths": [1, 2, 3], "accuracy": [99.0, 98.0, score],
         "model": {"layers": 3, "heads": 8, "width": 64}, **other,
     }  # fmt: skip
 
@@ -85,6 +85,20 @@ def test_the_report_of_a_run(tmp_path):
     path.write_text(json.dumps({**good, "seed": 1}))
     with pytest.raises(UserError, match=r"is the report of another run: seed=1; remove it"):
         find(step=50)
+    path.write_text(json.dumps({**good, "evaluation_seed": 5}))
+    with pytest.raises(UserError, match=r"another run: evaluation_seed=5; remove it"):
+        find(step=50)
+
+
+def test_the_papers_figures_stand_beside_its_own_network_alone(capsys):
+    for change, paper in (({}, 99.58), ({"width": 8}, 99.58), ({"kernel_width": 3}, None), ({"per_head": True}, None)):
+        network = {"variant": "concat_residual", "width": 32, "per_head": False, "kernel_width": 1, **change}
+        table = chomsky_table.make_table([report(position="dape_kerple", network=network)])
+        assert table["cells"][0]["paper"] == paper
+        chomsky_table.print_table(table)
+        assert f"kernel_width {network['kernel_width']}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="the DAPE networks of dape_kerple differ"):
+        chomsky_table.make_table([report(position="dape_kerple", network=n) for n in (None, {"width": 3})])
 
 
 def test_the_papers_figures():

@@ -11,6 +11,7 @@ import pytest
 import zstandard
 
 from dape_jax.training.metrics import read_metrics
+from experiments.command import visible_devices
 
 SMALL = ["--config=configs/quickstart.py:dape_kerple", "--config.model.num_layers=1", "--config.model.width=16",
          "--config.model.num_heads=2", "--config.training.batch_size=8", "--config.training.steps=30",
@@ -135,6 +136,10 @@ def test_a_table_of_tasks_goes_on_where_it_stopped(command, tmp_path):
         (["--methods=randomised_rope", "--config.evaluation.lengths=(42,2048)"], "at length 2048, 2049"),
     ):  # fmt: skip
         check_refusal(command("chomsky_table", *table, "--methods=kerple", *small, *flags), message)
+    run = tmp_path / "even_pairs" / "kerple" / "seed0"
+    check_refusal(command("sample", f"--workdir={run}"), "is a run on the task even_pairs; sampling needs one on text")
+    check_refusal(command("compare", run), "is a run on a task; experiments.chomsky_table makes tables of those")
+    check_refusal(command("evaluate", f"--workdir={run}", "--draw_seed=4294967296"), "0 to 2^32 - 1 is needed")
     longer = command("chomsky_table", *table, "--methods=kerple", *small, "--config.evaluation.lengths=43")
     assert longer.returncode == 0, longer.stderr
     assert "lengths 41 to 43" in longer.stdout
@@ -303,3 +308,13 @@ def test_wrong_evaluation_input_gets_one_line(command, text_folder, tmp_path):
     check_refusal(command("compare", tmp_path / "run"), "holds no evaluation")
     assert sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*")) == before
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("given", "seen"), [
+    (None, ["0", "1"]), ("5,7", ["5", "7"]), ("3", ["3"]), ("4,6,", ["4", "6"]), ("", ["", ""]), ("-1", ["-1", "-1"]),
+])  # fmt: skip
+def test_which_devices_parallel_runs_see(given, seen, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert visible_devices("CUDA_VISIBLE_DEVICES", 2) == seen

@@ -11,8 +11,10 @@ import pytest
 from configs import chomsky_small
 from dape_jax import config as config_lib
 from dape_jax.errors import UserError
+from dape_jax.rotary import YaRN
 from dape_jax.training import loop
-from dape_jax.training.model import init_params, make_model
+from dape_jax.training.checkpoint import Checkpoints
+from dape_jax.training.model import abstract_params, init_params, make_model
 from dape_jax.training.objective import Transduction
 from dape_jax.training.run import make_run
 from dape_jax.training.step import loss_fn
@@ -49,21 +51,22 @@ def test_the_checkpoint_of_another_task_is_refused(tmp_path):
     shutil.rmtree(tmp_path / "parity_check" / "checkpoints")
     shutil.copytree(tmp_path / "even_pairs" / "checkpoints", tmp_path / "parity_check" / "checkpoints")
     before = sorted(tmp_path.rglob("*"))
-    for steps in (4, 8):
-        with pytest.raises(
-            UserError, match="'even_pairs' in it and 'parity_check' in this run" if steps == 4 else "here"
-        ):
-            loop.train(make("parity_check", steps=steps), tmp_path / "parity_check", show_progress=False)
+    run, refused = make("parity_check", steps=4), "data.task is 'even_pairs' in it and 'parity_check' in this run"
+    with pytest.raises(UserError, match=refused):
+        loop.train(run, tmp_path / "parity_check", show_progress=False)
+    checkpoints = Checkpoints(tmp_path / "parity_check" / "checkpoints")
+    with pytest.raises(UserError, match=refused):  # as in evaluation and sampling
+        checkpoints.restore_params(4, abstract_params(run.model, run.mesh), config_lib.to_dict(run.config))
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_validation_is_of_lengths_from_the_shortest_to_the_longest():
     batches = make(validation_windows=30).problem.validation(16, 1)
     lengths = [int(batch["valid"].sum(axis=1).max()) - 1 for batch in batches]
-    assert lengths == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert lengths == [8, 7, 6, 5, 4, 3, 2, 1]
     assert {len(batch["tokens"]) for batch in batches} == {4}
     two = make(validation_windows=32).problem.validation(16, 16)
-    assert [(int(b["valid"].sum(axis=1).max()) - 1, len(b["tokens"])) for b in two] == [(1, 16), (8, 16)]
+    assert [(int(b["valid"].sum(axis=1).max()) - 1, len(b["tokens"])) for b in two] == [(8, 16), (1, 16)]
 
 
 def _interrupted(run, workdir):
@@ -91,6 +94,10 @@ def test_the_loss_is_the_mean_over_the_outputs_that_count():
     assert 0 < counted.sum() < batch["valid"].sum()
     got = jax.jit(functools.partial(loss_fn, model, Transduction()))(params, batch)
     assert np.isclose(got, nll[counted].mean(), rtol=1e-5)
+
+
+def test_yarn_is_relative_to_the_tokens_of_the_longest_row():
+    assert make("duplicate_string", "dape_yarn").model.rotary == YaRN(train_length=24)  # 8 in, 16 out
 
 
 def test_origins_name_the_inputs():
