@@ -116,7 +116,7 @@ def _once(flag: str, value: str, given: list) -> list:
 
 
 def visible_devices(variable: str, count: int) -> list[str]:
-    """What each of ``count`` processes is to see: one of the devices that ``variable`` lets this one see, else of all."""
+    """What each of ``count`` processes is to see: a device of those that ``variable`` lets this one see, else any."""
     given = os.environ.get(variable)
     if given is None:
         return [str(i) for i in range(count)]

@@ -13,14 +13,16 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs import lm_125m
+from configs import chomsky, lm_125m
 from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, KerplePower, T5Bias, dape_attention, sharding
 from dape_jax import config as config_lib
 from dape_jax.attention import compile_for
+from dape_jax.data.chomsky import get_task
 from dape_jax.evaluation import extrapolation
 from dape_jax.training import step as step_lib
 from dape_jax.training.objective import NextToken
 from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.problem import Chomsky
 
 pytest.importorskip("libtpu", reason="libtpu is not installed")
 pytestmark = pytest.mark.slow
@@ -145,3 +147,31 @@ def test_whole_steps_of_the_125m_model(length, rows):
     assert "dape_attention_forward" in text
     assert ("dape_attention_backward" in text) == (length == 512)
     print(f"{length}: {program.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB a chip besides the arguments")
+
+
+@pytest.mark.parametrize("position", ["dape_kerple", "randomised_rope"])
+def test_a_training_step_of_the_chomsky_model_at_the_papers_size(position):
+    """5 layers of 256, 8 heads, 128 rows of even_pairs, on one chip."""
+    config = chomsky.get_config(position)
+    config.mesh.data = 1
+    config = config_lib.from_mapping(config)
+    problem = Chomsky(config, get_task("even_pairs"))
+    model = config_lib.encoder(config, 3, 2, problem.row_length, "tpu", sharding.BATCH_AXES)
+    mesh = sharding.make_mesh(1, 1, devices=[device("v5e")])
+    optimizer = make_optimizer(config.optimizer, config.training.steps)
+    with (
+        compile_for("tpu", device("v5e").device_kind),
+        jax.numpy_dtype_promotion("standard"),  # Flax's own layers promote
+        jax.numpy_rank_promotion("allow"),
+        jax.set_mesh(mesh),
+    ):
+        assert model.attention_backend(problem.row_length) == "pallas_tpu"
+        _, abstract = step_lib.init_state(model, optimizer, 0, mesh)
+        batch = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.batch_sharding(mesh))
+            for name, x in next(problem.batches(0, 0, 1)).items()
+        }
+        step = step_lib.compile_step(model, problem.objective, optimizer, abstract, mesh, 1, 0)
+        program = step.lower(abstract, batch, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    assert "dape_attention_backward" in program.as_text()
+    print(f"{position}: {program.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB besides the arguments")
