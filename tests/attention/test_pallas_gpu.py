@@ -127,6 +127,7 @@ def test_every_operation_lowers_to_triton(bias, adapt):
             return dape_attention(
                 q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
                 q_segment_ids=ids, k_segment_ids=ids, k_valid=valid, q_positions=ids, k_positions=ids,
+                    backend="pallas_gpu",
             )  # fmt: skip
 
         out, vjp = jax.vjp(f, *arrays)
