@@ -115,8 +115,7 @@ def score(
 def padded_widths(totals: np.ndarray, trained_row: int) -> np.ndarray:
     """For each number of tokens the smallest of at most ``WIDTHS`` that is not below it; ``trained_row`` is one."""
     most = totals.max()
-    beyond = np.linspace(min(trained_row, most), most, WIDTHS).round().astype(int)
-    grid = np.unique(beyond)
+    grid = np.unique(np.linspace(min(trained_row, most), most, WIDTHS).round().astype(int))
     return grid[np.searchsorted(grid, totals)]
 
 
