@@ -78,13 +78,19 @@ class Schedule:
 
 
 class Work(NamedTuple):
-    """What some path through a program executes."""
+    """What some path through a program executes.
+
+    Fields:
+      columns: as of the schedule.
+      pieces: [pieces, columns], the stretches between which nothing can be scheduled together, since a loop or a branch
+        begins or ends there; those of a loop counted as often as it runs.
+    """
 
     columns: tuple[str, ...]
-    counts: np.ndarray
+    pieces: np.ndarray
 
     def __getitem__(self, column: str) -> float:  # type: ignore[override]
-        return float(self.counts[self.columns.index(column)])
+        return float(self.pieces[:, self.columns.index(column)].sum())
 
     def cycles(self) -> float:
         return max(self["bundles"], self["rows"] / MXU_ROWS_PER_CYCLE)
@@ -259,8 +265,7 @@ def step(schedule: Schedule) -> Step:
     unknown = [n for n in walk(node) if n.kind == "loop" and n.trips is None]
     notes = [*schedule.notes]
     notes += [f"the loop at bundles {n.start} to {n.end} has no constant bounds and counts once" for n in unknown]
-    counts = _paths(schedule, node, others)
-    variants = [Work(schedule.columns, c) for c in counts]
+    variants = [Work(schedule.columns, p) for p in _paths(schedule, node, others)]
     return Step(sorted(variants, key=lambda work: (work["VALU"], work["bundles"])), others, notes)
 
 
@@ -273,17 +278,16 @@ def walk(node: Node) -> Iterator[Node]:
 
 def straight(schedule: Schedule, node: Node) -> Work:
     """What one turn of a node executes outside its loops and branches."""
-    counts = schedule.table[node.start : node.end].sum(axis=0)
-    for child in node.children:
-        counts = counts - schedule.table[child.start : child.end].sum(axis=0)
-    return Work(schedule.columns, counts)
+    ends = [(child.start, child.end) for child in node.children]
+    between = zip([node.start, *(end for _, end in ends)], [*(start for start, _ in ends), node.end], strict=True)
+    return Work(schedule.columns, np.stack([schedule.table[a:b].sum(axis=0) for a, b in between]))
 
 
 def _paths(schedule: Schedule, node: Node, others: list[tuple[Node, Work]]) -> list[np.ndarray]:
-    """The counts of one turn of a node, for each variant that its branches leave; other branches go to ``others``."""
-    paths = [straight(schedule, node).counts]
+    """The pieces of one turn of a node, for each variant that its branches leave; other branches go to ``others``."""
+    paths = [straight(schedule, node).pieces]
     for loop in (n for n in node.children if n.kind != "branch"):
-        paths = [p + (loop.trips or 1) * q for p in paths for q in _paths(schedule, loop, others)]
+        paths = [np.concatenate([p, (loop.trips or 1) * q]) for p in paths for q in _paths(schedule, loop, others)]
     # Branches skipped under the same predicate are one branch in pieces.
     groups: dict[str, list[Node]] = {}
     for branch in (n for n in node.children if n.kind == "branch"):
@@ -292,19 +296,19 @@ def _paths(schedule: Schedule, node: Node, others: list[tuple[Node, Work]]) -> l
     found = []
     for branches in groups.values():
         inner: list[tuple[Node, Work]] = []
-        alternatives = [np.zeros(len(schedule.columns))]
+        alternatives = [np.zeros((0, len(schedule.columns)))]
         for branch in branches:
-            alternatives = [p + q for p in alternatives for q in _paths(schedule, branch, inner)]
-        found.append((max(p[rows] for p in alternatives), branches, alternatives, inner))
+            alternatives = [np.concatenate([p, q]) for p in alternatives for q in _paths(schedule, branch, inner)]
+        found.append((max(p[:, rows].sum() for p in alternatives), branches, alternatives, inner))
     most = max((f[0] for f in found), default=0.0)
     # A branch with few products beside the straight part's is a beginning or an end, not the step.
-    is_step = most > 0.1 * max(p[rows] for p in paths)
+    is_step = most > 0.1 * max(p[:, rows].sum() for p in paths)
     chosen: list[np.ndarray] = []
     for products, branches, alternatives, inner in found:
         others.extend(inner)
         if is_step and products >= (1 - SAME_PRODUCTS) * most:
             chosen.extend(alternatives)
         else:
-            cheapest = min(alternatives, key=lambda c: c[0])
+            cheapest = min(alternatives, key=lambda p: p[:, 0].sum())
             others.append((branches[0], Work(schedule.columns, cheapest)))
-    return [p + q for p in paths for q in chosen] if chosen else paths
+    return [np.concatenate([p, q]) for p in paths for q in chosen] if chosen else paths

@@ -147,7 +147,10 @@ def kernel(plan: Plan, r: Backward) -> None:
             r.d_v_acc[n] += tpu_tiles.product(plan, p, r.d_out[0, :, head], (0, 0))
             r.d_k_acc[n] += tpu_tiles.product(plan, d_s, r.q[0, :, head], (0, 0))
             r.d_q_tile[:, head] += plan.spec.scale * tpu_tiles.product(plan, d_s, r.k[0, :, kv_head], (1, 0))
-        pltpu.sync_copy(r.d_q_tile, in_hbm)
+        # Not by sync_copy, which asks for the TPU's generation: there is none where one compiles ahead of time.
+        write = pltpu.make_async_copy(r.d_q_tile, in_hbm, r.semaphore)
+        write.start()
+        write.wait()
 
     tpu_tiles.when_needed(plan, r.scalars, b, i, j, step)
 

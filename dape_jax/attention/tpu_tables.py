@@ -298,4 +298,6 @@ def write_gradient(plan: Plan, in_hbm: Any, d_strip: StripGradient, i: Any, j: A
             d_strip.fetched[n, :, pl.ds(pl.multiple_of((slab + m) * LANES, LANES), LANES)] += part
 
     _each_vector(plan, begin, vector)
-    pltpu.sync_copy(d_strip.fetched, in_hbm.at[_window(plan, i, j)])
+    copy = pltpu.make_async_copy(d_strip.fetched, in_hbm.at[_window(plan, i, j)], d_strip.semaphore)
+    copy.start()
+    copy.wait()

@@ -174,6 +174,18 @@ def test_bounds_leave_out_spills():
     assert bounds["load"] == pytest.approx(1 / 3)
 
 
+def test_pieces_bound_by_different_units_add_up():
+    """Two loops: the MXU needs 4 cycles for each of the 6 x 8 products of both, VALU 0.75 in one and 8 in the other."""
+    p = Program()
+    p.loop(3, 8, 6, VALU=3)
+    p.loop(4, 8, 6, VALU=32)
+    schedule = parse(*p.texts())
+    work = step(schedule).variants[0]
+    bounds = compiled_cost.unit_bounds(work, schedule.capacity, positions=48)
+    assert (bounds["MXU"], bounds["VALU"]) == (4 + 4, 0.75 + 8)
+    assert compiled_cost.phased_bound(work, schedule.capacity, positions=48) == 4 + 8
+
+
 @pytest.mark.parametrize(
     ("kernel", "width", "lanes", "bound"),
     [
