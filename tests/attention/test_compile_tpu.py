@@ -1,9 +1,12 @@
 """The TPU kernels through the whole TPU compiler, ahead of time and without a TPU; skipped where libtpu is missing.
 
-``pip install "jax[tpu]"`` brings it. What does not fit VMEM, or uses a layout that Mosaic refuses, fails here.
+``pip install "jax[tpu]"`` brings it. What does not fit VMEM, or uses a layout that Mosaic refuses, fails here. A few
+representative programs are among the fast tests; with ``-m "slow or not slow" -s`` this file prints what
+results/compile_tpu.txt keeps.
 """
 
 import functools
+import itertools
 import os
 
 import jax
@@ -25,7 +28,6 @@ from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.problem import Chomsky
 
 pytest.importorskip("libtpu", reason="libtpu is not installed")
-pytestmark = pytest.mark.slow
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no lock file
 
@@ -77,33 +79,55 @@ def memory(program):
     return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("length", [512, 2048, 8192, 32768])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_models_and_lengths(kind, model, length, backward):
+@functools.cache
+def used(kind, model, length, backward):
+    return memory(compiled(kind, length, *MODELS[model], KerpleLog(), Adapt(), backward))
+
+
+def cases(every, representative):
+    """All of them, slow but for a few."""
+    return [pytest.param(*case, marks=() if case in representative else pytest.mark.slow) for case in every]
+
+
+MODELS_AND_LENGTHS = cases(
+    itertools.product(KINDS, MODELS, [512, 2048, 8192, 32768], ["forward", "backward"]),
+    [("v4", "125M", 512, "backward"), ("v5e", "125M", 8192, "backward"), ("v5p", "2.7B", 2048, "forward"),
+     ("v6e", "350M", 512, "backward")],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "model", "length", "last"), MODELS_AND_LENGTHS)
+def test_models_and_lengths(kind, model, length, last):
     if (kind, model) == ("v4", "6.7B"):
         pytest.skip("16 MiB of VMEM do not hold 32 heads of 128; refused by name")
-    compiled(kind, length, *MODELS[model], KerpleLog(), Adapt(), backward)
+    used(kind, model, length, last == "backward")
 
 
-@pytest.mark.parametrize("bias", [None, ALiBi(), KerpleLog(), KerplePower(), T5Bias(), FIRE()], ids=repr)
+ADAPTS = [None, Adapt(), Adapt("concat"), Adapt("add_residual"), Adapt(per_head=True), Adapt(kernel_width=3),
+          Adapt(width=4), Adapt(width=64), Adapt("bias_only")]  # fmt: skip
+BIASES = [None, ALiBi(), KerpleLog(), KerplePower(), T5Bias(), FIRE()]
+
+
 @pytest.mark.parametrize(
-    "adapt",
-    [None, Adapt(), Adapt("concat"), Adapt("add_residual"), Adapt(per_head=True), Adapt(kernel_width=3),
-     Adapt(width=4), Adapt(width=64)], ids=repr,
-)  # fmt: skip
+    ("bias", "adapt"),
+    cases(
+        [c for c in itertools.product(BIASES, ADAPTS) if c != (None, Adapt("bias_only"))],
+        [(FIRE(), Adapt()), (T5Bias(), Adapt(kernel_width=3)), (KerpleLog(), None)],
+    ),
+    ids=repr,
+)
 def test_every_bias_with_every_network(bias, adapt):
     compiled("v5e", 1000, 12, 64, bias, adapt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("heads", "d"), [(1, 64), (4, 128), (5, 96), (25, 64), (25, 80), (64, 32)])
 def test_odd_shapes(heads, d, dtype):
     compiled("v5e", 700, heads, d, KerpleLog(), Adapt(width=16), dtype=dtype)
 
 
-@pytest.mark.parametrize("adapt", [Adapt(), Adapt(kernel_width=3)], ids=repr)
+@pytest.mark.parametrize("adapt", [Adapt(), pytest.param(Adapt(kernel_width=3), marks=pytest.mark.slow)], ids=repr)
 def test_every_argument(adapt):
     ids, positions = jnp.zeros((2, 700), jnp.int32), jnp.zeros((2, 700), jnp.int32)
     compiled(
@@ -112,14 +136,16 @@ def test_every_argument(adapt):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_linear_in_the_length(kind):
     """At most 6 times q, k, v and the output at 125M shapes, and linear up to 131,072 tokens."""
-    used = {n: memory(compiled(kind, n, 12, 64, KerpleLog(), Adapt())) for n in (8192, 32768, 131072)}
-    assert used[8192] <= 6 * 4 * 8192 * 12 * 64 * 2
-    assert used[131072] - used[32768] <= 4.2 * (used[32768] - used[8192])
+    of = {n: used(kind, "125M", n, True) for n in (8192, 32768, 131072)}
+    assert of[8192] <= 6 * 4 * 8192 * 12 * 64 * 2
+    assert of[131072] - of[32768] <= 4.2 * (of[32768] - of[8192])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "rows"), [(512, 32), (8192, 4)], ids=["training", "evaluation"])
 def test_whole_steps_of_the_125m_model(length, rows):
     """A training step, and the scoring of an evaluation, sharded over four chips, with the kernels inside."""
@@ -149,6 +175,7 @@ def test_whole_steps_of_the_125m_model(length, rows):
     print(f"{length}: {program.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB a chip besides the arguments")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["dape_kerple", "randomised_rope"])
 def test_a_training_step_of_the_chomsky_model_at_the_papers_size(position):
     """5 layers of 256, 8 heads, 128 rows of even_pairs, on one chip."""
