@@ -56,7 +56,9 @@ def test_attention_sees_both_ways():
     assert np.all(np.linalg.norm(hidden - changed, axis=-1) > 1e-4 * np.linalg.norm(hidden, axis=-1))
 
 
-@pytest.mark.parametrize("position", ["dape_kerple", "randomised_rope", "dape_yarn"])
+@pytest.mark.parametrize(
+    "position", ["dape_kerple", pytest.param("randomised_rope", marks=pytest.mark.slow), "dape_yarn"]
+)
 def test_accuracies_equal_one_forward_a_length(position, monkeypatch):
     monkeypatch.setattr(chomsky, "TOKENS_PER_DEVICE", 15)  # several batches of a length, the last one partial
     monkeypatch.setattr(chomsky, "WIDTHS", 3)

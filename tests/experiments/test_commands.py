@@ -162,6 +162,7 @@ def test_a_table_that_is_stopped_stops_its_runs(command, tmp_path):
     assert len(read_metrics(metrics)) == written > 0
 
 
+@pytest.mark.slow
 def test_a_run_of_four_devices_is_evaluated_on_one_and_after_its_text_has_moved(command, text_folder, tmp_path):
     four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     workdir = f"--workdir={tmp_path / 'run'}"
@@ -183,6 +184,7 @@ def test_flag_files_and_help(command, tmp_path):
     assert "--lengths" in shown.stdout
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume(command, text_folder, tmp_path):
     """Killed at several moments, the run computes the losses of an unbroken one, bit for bit."""
     arguments = [*SMALL, *data(text_folder)]
@@ -203,6 +205,7 @@ def test_kill_9_and_resume(command, text_folder, tmp_path):
     assert len(losses(broken)) == 30
 
 
+@pytest.mark.slow
 def test_own_vocabulary_on_json_lines(command, text_folder, tmp_path):
     """A vocabulary of the user's own text, training with it on compressed JSON lines in segments, and its refusals."""
     lines = [json.dumps({"content": path.read_text()}) for path in sorted(text_folder.glob("*"))]
@@ -265,7 +268,12 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ("unknown configuration", "no workdir", "unknown position", "unknown field", "word for a number", "missing text",
+        "wrong flag")  # fmt: skip
+"""Each costs the start of a process."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in CASES])
 def test_wrong_training_input_gets_one_line(case, command, tmp_path):
     arguments, message = CASES[case]
     result = command("train", *(a.replace("=W", f"={tmp_path / 'run'}") for a in arguments))
@@ -283,28 +291,34 @@ def check_refusal(result, message):
     assert message in result.stderr
 
 
-def test_wrong_evaluation_input_gets_one_line(command, text_folder, tmp_path):
+WRONG_LENGTHS = {"64,0": "0 is no length", "64,abc": "'abc' is not an integer", "64,1.5": "'1.5' is not an integer",
+                 "": "'' is not an integer", "1000000": "longer than every test document"}  # fmt: skip
+WRONG_EVALUATION = {
+    "--k=many": "many",
+    "--step=7": "no such checkpoint",
+    "--split=tset": "did you mean 'test'",
+    "--protocol=lask_k": "did you mean 'last_k'",
+    "--length=64": "usage: python -m experiments.evaluate",
+}
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_wrong_evaluation_input_gets_one_line(command, text_folder, tmp_path, every):
     assert command("train", *SMALL, *data(text_folder), f"--workdir={tmp_path / 'run'}").returncode == 0
     before = sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*"))
     workdir = f"--workdir={tmp_path / 'run'}"
-    for arguments, message in {
-        (workdir, "--lengths=64,0"): "0 is no length",
-        (workdir, "--lengths=64,abc"): "'abc' is not an integer",
-        (workdir, "--lengths=64,1.5"): "'1.5' is not an integer",
-        (workdir, "--lengths="): "'' is not an integer",
-        (workdir, "--lengths=1000000"): "longer than every test document",
+    wrong = {
         (workdir, "--lengths=64", "--k=65"): "k=65",
-        (workdir, "--lengths=64", "--k=many"): "many",
-        (workdir, "--step=7"): "no such checkpoint",
-        (workdir, "--split=tset"): "did you mean 'test'",
-        (workdir, "--protocol=lask_k"): "did you mean 'last_k'",
-        (workdir, "--protocol=non_overlapping", "--max_windows=4"): "non_overlapping scores all text of the split",
         (f"--workdir={tmp_path / 'none'}",): "holds no run",
-        (): "--workdir is missing",
-        (workdir, "--length=64"): "usage: python -m experiments.evaluate",
-    }.items():
+    }
+    if every:
+        wrong |= {(workdir, f"--lengths={lengths}"): message for lengths, message in WRONG_LENGTHS.items()}
+        wrong |= {(workdir, flag): message for flag, message in WRONG_EVALUATION.items()}
+        both = "--protocol=non_overlapping", "--max_windows=4"
+        wrong |= {(workdir, *both): "non_overlapping scores all text of the split", (): "--workdir is missing"}
+        check_refusal(command("compare"), "usage: python -m experiments.compare")
+    for arguments, message in wrong.items():
         check_refusal(command("evaluate", *arguments), message)
-    check_refusal(command("compare"), "usage: python -m experiments.compare")
     check_refusal(command("compare", tmp_path / "run"), "holds no evaluation")
     assert sorted(p.relative_to(tmp_path) for p in (tmp_path / "run").rglob("*")) == before
     assert not (tmp_path / "none").exists()

@@ -79,7 +79,14 @@ MOMENTS = {
 """Where a signal arrives: which call of what, and the step that is then saved."""
 
 
-@pytest.mark.parametrize(("moment", "number"), [*((m, signal.SIGTERM) for m in MOMENTS), ("in a save", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("in warm-up", signal.SIGTERM),
+        ("in a save", signal.SIGINT),
+        *(pytest.param(moment, signal.SIGTERM, marks=pytest.mark.slow) for moment in MOMENTS if moment != "in warm-up"),
+    ],
+)
 def test_a_signal_saves_the_step_at_hand(moment, number, small, tmp_path, straight, monkeypatch):
     count, owner, name, step = MOMENTS[moment]
     with monkeypatch.context() as patch:

@@ -45,8 +45,9 @@ def trained(mesh=(1, 1), model=MODEL, end=None, microbatches=1):
 
 @pytest.mark.parametrize("position", [
     {"bias": KerpleLog(), "adapt": Adapt(width=8)},
-    {"bias": FIRE(width=4, activation="leaky_relu"), "adapt": Adapt(per_head=True, width=4)},
-    {"bias": None, "adapt": None, "rotary": RoPE()},
+    pytest.param({"bias": FIRE(width=4, activation="leaky_relu"), "adapt": Adapt(per_head=True, width=4)},
+                 marks=pytest.mark.slow),
+    pytest.param({"bias": None, "adapt": None, "rotary": RoPE()}, marks=pytest.mark.slow),
     pytest.param({"end": 7}, marks=pytest.mark.slow),
 ], ids=["dape_kerple", "dape_fire_per_head", "rope", "segments"])  # fmt: skip
 def test_eight_devices_give_the_losses_of_one(position):
@@ -71,7 +72,8 @@ def test_first_loss_is_near_uniform_and_grad_norm_is_the_gradients():
 
 
 @pytest.mark.parametrize("position", [
-    {"bias": KerpleLog(), "adapt": Adapt(width=8)}, {"bias": None, "adapt": None, "rotary": RoPE()},
+    {"bias": KerpleLog(), "adapt": Adapt(width=8)},
+    pytest.param({"bias": None, "adapt": None, "rotary": RoPE()}, marks=pytest.mark.slow),
 ], ids=["dape_kerple", "rope"])  # fmt: skip
 def test_segments_give_each_document_the_loss_it_has_alone(position):
     """The packed loss and gradient are those of the documents one by one, weighted by their targets."""
