@@ -112,9 +112,9 @@ def _swapped(plan: Plan, x: jax.Array, axis: int, each: tuple[int, int]) -> jax.
 class Strip(NamedTuple):
     """Scratch, float32, None where not needed.
 
-    ``fetched`` [S, rows, 384], part of ``Tables.strip``. Vector t belongs to the query and slab n with Q - 1 - query
-    + n = t: ``hidden`` [t, D, 128], u, and ``active``, phi(u). ``logits`` [t, G H, 128], A(0, .), holds a whole group,
-    whose first query has the place t.
+    ``fetched`` [S, rows, 384], part of ``Tables.strip``. Vector t belongs to the query and slab n with query + S - 1
+    - n = t, so that those of a group follow one another: ``hidden`` [t, D, 128], u, and ``active``, phi(u). ``logits``
+    [t + G - 1, G H, 128], A(0, .), holds a whole group, whose first query has vector t.
     """
 
     fetched: Any
@@ -169,7 +169,7 @@ def expand(plan: Plan, strip: Strip, begin: Any) -> None:
             strip.hidden[t] = x[:width]
             strip.active[t] = _leaky(x[:width])
         for query in range(plan.group):
-            strip.logits[t + query, query * plan.heads : (query + 1) * plan.heads, :] = x[width : width + plan.heads]
+            strip.logits[*_of_query(plan, t, query)] = x[width : width + plan.heads]
 
     _each_vector(plan, begin, vector)
 
@@ -180,24 +180,29 @@ def _each_vector(plan: Plan, begin: Any, vector: Callable[[Any, int, Any, Any], 
 
     def vectors(m: Any, _: None) -> None:
         for n in range(plan.slabs):
-            vector(m * plan.slabs + n, n, lane + m, 0)
+            vector(plan.vectors - 1 - m * plan.slabs - n, n, lane + m, 0)
 
     whole = plan.block_q // plan.slabs
     jax.lax.fori_loop(0, whole, vectors, None, unroll=4)
     # The last few may begin at the next slab.
     next_slab = jax.lax.div(lane + whole, LANES)
     for n in range(plan.slabs - 1):
-        vector(plan.block_q + n, n, lane + whole - next_slab * LANES, next_slab)
+        vector(plan.slabs - 2 - n, n, lane + whole - next_slab * LANES, next_slab)
 
 
-def _place(plan: Plan, g: Any, slab: int) -> Any:
+def _first(plan: Plan, g: Any, slab: int) -> Any:
     """The vector of a group's first query."""
-    return plan.block_q - 1 - g * plan.group + slab
+    return g * plan.group + plan.slabs - 1 - slab
+
+
+def _of_query(plan: Plan, t: Any, query: int) -> Any:
+    """Where vector t stands in ``Strip.logits`` as that of a group's query of this number."""
+    return t - query + plan.group - 1, slice(query * plan.heads, (query + 1) * plan.heads), slice(None)
 
 
 def logits_at_zero(plan: Plan, strip: Strip, g: Any, slab: int) -> jax.Array:
     """A(0, .) of group g and a slab of keys, [R, 128]."""
-    return strip.logits[_place(plan, g, slab)]
+    return strip.logits[_first(plan, g, slab) + plan.group - 1]
 
 
 def hidden(
@@ -231,7 +236,7 @@ def active(plan: Plan, strip: Strip, hidden: jax.Array, g: Any, slab: int) -> ja
 
 def of_group(plan: Plan, vectors: Any, g: Any, slab: int) -> jax.Array:
     """The vectors of group g and a slab, one below the other."""
-    return jnp.concatenate([vectors[_place(plan, g, slab) - query] for query in range(plan.group)])
+    return vectors[pl.ds(_first(plan, g, slab), plan.group)].reshape(-1, LANES)
 
 
 def _leaky(x: jax.Array) -> jax.Array:
@@ -264,14 +269,13 @@ def clear(d_strip: StripGradient) -> None:
 
 def add_hidden(plan: Plan, d_strip: StripGradient, d_u: jax.Array, g: Any, slab: int) -> None:
     """Adds the gradient of u, [G D, 128], of group g and a slab."""
-    width = d_strip.hidden.shape[1]
-    for query in range(plan.group):
-        d_strip.hidden[_place(plan, g, slab) - query] += d_u[query * width : (query + 1) * width]
+    group = pl.ds(_first(plan, g, slab), plan.group)
+    d_strip.hidden[group] += d_u.reshape(plan.group, -1, LANES)
 
 
 def add_logits(plan: Plan, d_strip: StripGradient, d_a: jax.Array, g: Any, slab: int) -> None:
     """Adds the gradient of A(0, .), [R, 128], of group g and a slab."""
-    d_strip.logits[_place(plan, g, slab)] += d_a
+    d_strip.logits[_first(plan, g, slab) + plan.group - 1] += d_a
 
 
 def fetch_gradient(plan: Plan, in_hbm: Any, d_strip: StripGradient, i: Any, j: Any) -> Any:
@@ -288,7 +292,7 @@ def write_gradient(plan: Plan, in_hbm: Any, d_strip: StripGradient, i: Any, j: A
 
     def vector(t: Any, n: int, lane: Any, slab: Any) -> None:
         each = [] if not width else [d_strip.hidden[t]]
-        rows = [d_strip.logits[t + q, q * plan.heads : (q + 1) * plan.heads, :] for q in range(plan.group)]
+        rows = [d_strip.logits[*_of_query(plan, t, query)] for query in range(plan.group)]
         each.append(functools.reduce(jnp.add, rows))
         if missing:
             each.append(jnp.zeros((missing, LANES), jnp.float32))
