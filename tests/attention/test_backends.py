@@ -301,6 +301,7 @@ def test_bad_block_sizes_are_named(field):
         BlockSizes(**{"q": 1, "k": 1, "rows": 1, field: 0})
 
 
+@pytest.mark.slow
 def test_all_combinations_are_distinct():
     """No two combinations of bias and network compute the same thing: a check on this suite itself."""
     outputs = []

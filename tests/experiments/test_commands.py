@@ -72,13 +72,22 @@ def test_train_evaluate_compare(command, text_folder, tmp_path):
     assert [r["method"] for r in both] == ["RoPE", "DAPE-Kerple"]
     assert both[0]["lengths"] == [16, 64, 128]
     assert (tmp_path / "comparison.png").exists()
+
+
+@pytest.mark.slow
+def test_reports_of_another_protocol_are_compared_among_themselves(command, text_folder, tmp_path):
+    runs = [tmp_path / "rope", tmp_path / "kerple"]
+    for run in runs:
+        config = [SMALL[0].replace("dape_kerple", run.name), *SMALL[1:], "--config.training.steps=5"]
+        assert command("train", *config, *data(text_folder), f"--workdir={run}").returncode == 0
     official = ("--protocol=official", "--max_windows=5")
-    evaluated = command("evaluate", f"--workdir={tmp_path / 'rope'}", "--lengths=16,400", *official)
+    evaluated = command("evaluate", f"--workdir={runs[0]}", "--lengths=16,400", *official)
     assert evaluated.returncode == 0, evaluated.stderr
-    assert "official_test_step30_k256_16to400.json" in evaluated.stdout
-    compared = command("compare", tmp_path / "rope", official[0], f"--output={tmp_path / 'official'}")
+    assert "official_test_step5_k256_16to400.json" in evaluated.stdout
+    compared = command("compare", runs[0], official[0], f"--output={tmp_path / 'official'}")
     assert "80 tokens in 5 of" in " ".join(compared.stdout.split()), compared.stderr
-    refused = command("compare", tmp_path / "rope", tmp_path / "dape_kerple", official[0])
+    assert command("evaluate", f"--workdir={runs[1]}", "--lengths=16").returncode == 0
+    refused = command("compare", *runs, official[0])
     check_refusal(refused, "run experiments.evaluate --protocol=official first; what there is is by last_k")
 
 
@@ -92,6 +101,14 @@ def test_sample(command, text_folder, tmp_path):
     assert "tokens/s]" in sampled.stderr
     again = command("sample", run, "--prompt=abc", "--length=20", "--temperature=0.7", "--top_k=50", "--samples=2")
     assert again.stdout == sampled.stdout
+    check_refusal(command("sample", run, "--length=0"), "--length=0: 1 or more is needed")
+
+
+@pytest.mark.slow
+def test_wrong_sampling_input_gets_one_line(command, text_folder, tmp_path):
+    config = [SMALL[0].replace("dape_kerple", "learned"), *SMALL[1:], "--config.training.steps=10"]
+    run = f"--workdir={tmp_path / 'run'}"
+    assert command("train", *config, *data(text_folder), run).returncode == 0
     (tmp_path / "prompt").write_text("x" * 60)
     for flags, message in (
         (
@@ -100,7 +117,6 @@ def test_sample(command, text_folder, tmp_path):
         ),
         (["--prompt=a", f"--prompt_file={tmp_path / 'prompt'}"], "--prompt and --prompt_file: give one of them"),
         ([f"--prompt_file={tmp_path / 'none'}"], "cannot be read: No such file"),
-        (["--length=0"], "--length=0: 1 or more is needed"),
         (["--temperature=hot"], "--temperature"),
         ([f"--tokenizer={text_folder}"], "holds neither tokenizer.json nor"),
     ):

@@ -180,6 +180,7 @@ def test_a_batch_in_microbatches_gives_the_step_of_the_whole_batch(mesh, end):
         assert np.linalg.norm(w) < 1e-7 or relative_error(g, w) < 1e-5, path
 
 
+@pytest.mark.slow
 def test_microbatches_agree_with_optax_multisteps():
     rows = np.random.default_rng(1).integers(0, 32, (16, 25)).astype(np.int32)
     params = model_lib.init_params(MODEL, jax.random.key(0))
