@@ -17,7 +17,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch shares the device
@@ -89,7 +88,12 @@ def main(_: list[str]) -> None:
         raise UserError("--interpret: interpreted kernels have no times worth having; add --correctness_only")
     if device.platform != "gpu" and not _INTERPRET.value:
         raise UserError(f"JAX runs on {device.platform}; a GPU is needed, or --correctness_only --interpret")
-    path = Path(_OUTPUT.value).expanduser()
+    for flag in (_CASES, _MINUTES):
+        if flag.value <= 0:
+            raise UserError(f"--{flag.name}={flag.value}: more than 0 is needed")
+    if min(lengths) < 1:
+        raise UserError(f"--lengths={_LENGTHS.value}: {min(lengths)} is too small; 1 or more is needed")
+    path = command.writable("output", _OUTPUT.value)
     report: dict[str, Any] = {
         "device": device.device_kind, "jax": jax.__version__, "python": platform.python_version(),
         "measured": f"DAPE-Kerple, causal, bfloat16, 1 sequence, {HEADS} heads of {HEAD_DIM}, D = {WIDTH}",
@@ -109,11 +113,7 @@ def main(_: list[str]) -> None:
                 f"{what}: "
                 + ", ".join(f"{key} {_text(value)}" for key, value in entry.items() if key not in ("what", "errors"))
             )
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(report, path)
-        except OSError as e:
-            raise UserError(f"--output={path}: cannot be written: {e.strerror or e}") from e
+        write_json(report, path)
 
     half = end if _CORRECTNESS_ONLY.value else end - 30 * _MINUTES.value
     for name, bias, adapt, dtype, shape, kwargs in _cases()[: _CASES.value]:
@@ -153,8 +153,6 @@ def _with_gradients(attend: Callable[[Any], jax.Array]) -> Callable:
 
 def _correctness(bias: Any, adapt: Any, dtype: str, shape: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     rng, heads = np.random.default_rng(0), shape["heads"]
-    if "q_length" in shape and "q_positions" in kwargs:
-        shape = {**shape, "q_length": shape["length"]}
     q, cotangent = (rng.standard_normal((2, shape["q_length"], heads, shape["d"])) for _ in range(2))
     k, v = (rng.standard_normal((2, shape["length"], shape["kv_heads"], shape["d"])) for _ in range(2))
     q, k, v, cotangent = (jnp.asarray(x, dtype) for x in (q, k, v, cotangent))

@@ -4,6 +4,7 @@ Exit status: 0 done; 2 the input is wrong (one line, nothing written); 1 trainin
 130 stopped by SIGTERM and SIGINT.
 """
 
+import errno
 import inspect
 import logging
 import os
@@ -11,6 +12,7 @@ import re
 import runpy
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -113,6 +115,20 @@ def _once(flag: str, value: str, given: list) -> list:
         if given.count(item) > 1:
             raise UserError(f"--{flag}={value} names {item} twice")
     return given
+
+
+def writable(flag: str, value: str) -> Path:
+    """The path of a file that is to be written at the end, made sure of at the beginning: its folder is made."""
+    path = Path(value).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as e:
+        raise UserError(f"--{flag}={path}: cannot be written: {e.strerror or e}") from e
+    return path
 
 
 def visible_devices(variable: str, count: int) -> list[str]:

@@ -22,7 +22,7 @@ from dape_jax import Adapt, BlockSizes
 from dape_jax.adapt import VARIANTS
 from dape_jax.attention import api, gpu
 from dape_jax.biases import BIASES
-from dape_jax.errors import UserError, nearest
+from dape_jax.errors import UserError
 from dape_jax.evaluation.report import write_json
 from experiments import command, gpu_compile
 
@@ -43,9 +43,14 @@ _USAGE = (
 
 def main(_: list[str]) -> None:
     shapes = [_pair("shapes", item) for item in _SHAPES.value.split(",")]
-    biases = _names("biases", _BIASES.value, ("none", *BIASES))
-    networks = _names("networks", _NETWORKS.value, ("none", *VARIANTS, "per_head"))
+    biases = command.names("biases", _BIASES.value, ("none", *BIASES))
+    networks = command.names("networks", _NETWORKS.value, ("none", *VARIANTS, "per_head"))
     blocks = None if _TILE.value is None else BlockSizes(*_pair("tile", _TILE.value), rows=1)
+    output = None if _JSON.value is None else command.writable("json", _JSON.value)
+    if _LENGTH.value < 1:
+        raise UserError(f"--length={_LENGTH.value}: 1 or more is needed")
+    if "none" not in networks or len(networks) > 1:
+        Adapt(width=_WIDTH.value, kernel_width=_KERNEL_WIDTH.value)  # refused before anything is compiled
     why = gpu_compile.missing()
     if why is not None:
         raise UserError(why)
@@ -59,13 +64,9 @@ def main(_: list[str]) -> None:
                 f"{row['registers']:>10}{row['spill_stores']:>9}{row['spill_loads']:>11}",
                 flush=True,
             )
-    if _JSON.value:
-        path = Path(_JSON.value).expanduser()
-        try:
-            sizes = {"length": _LENGTH.value, "width": _WIDTH.value, "kernel_width": _KERNEL_WIDTH.value}
-            write_json({**sizes, "dtype": _DTYPE.value, "kernels": rows}, path)
-        except OSError as e:
-            raise UserError(f"--json={path}: cannot be written: {e.strerror or e}") from e
+    if output is not None:
+        sizes = {"length": _LENGTH.value, "width": _WIDTH.value, "kernel_width": _KERNEL_WIDTH.value}
+        write_json({**sizes, "dtype": _DTYPE.value, "kernels": rows}, output)
 
 
 def _figures(heads: int, d: int, bias_name: str, network: str, blocks: BlockSizes | None) -> list[dict[str, Any]]:
@@ -91,17 +92,9 @@ def _figures(heads: int, d: int, bias_name: str, network: str, blocks: BlockSize
 
 def _pair(name: str, item: str) -> tuple[int, int]:
     first, _, second = item.partition("x")
-    if not (first.isdigit() and second.isdigit()):
-        raise UserError(f"--{name}: {item!r} is not of the form 12x64")
+    if not (first.isdigit() and second.isdigit() and int(first) and int(second)):
+        raise UserError(f"--{name}: {item!r} is not of the form 12x64, of positive numbers")
     return int(first), int(second)
-
-
-def _names(name: str, value: str, known: tuple[str, ...]) -> list[str]:
-    names = value.split(",")
-    for item in names:
-        if item not in known:
-            raise UserError(f"--{name}={value}: {item!r} is unknown{nearest(item, known)}")
-    return names
 
 
 if __name__ == "__main__":

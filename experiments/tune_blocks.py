@@ -41,7 +41,10 @@ _FORWARD = flags.DEFINE_string("forward", "128x256,128x512,128x1024", "Tiles to 
 _BACKWARD = flags.DEFINE_string("backward", "64x256,128x256,128x512", "Tiles to try, queries x keys.")
 _TABLE = Path(__file__).parent.parent / "dape_jax" / "attention" / "tpu_tuned.json"
 _OUTPUT = flags.DEFINE_string("output", str(_TABLE), "Path of the table.")
-_USAGE = "python -m experiments.tune_blocks [--by=static] [--targets=v5e,v6e] [--models=125M] [--widths=32]"
+_USAGE = (
+    "python -m experiments.tune_blocks [--by=static] [--targets=v5e,v6e] [--models=125M] [--widths=32] "
+    "[--lengths=512,2048,8192] [--forward=128x256,128x512] [--backward=64x256,128x512] [--output=PATH.json]"
+)
 _CALLS = 7
 
 
@@ -52,18 +55,18 @@ def main(_: list[str]) -> None:
     for name, values in (("widths", widths), ("lengths", lengths)):
         if min(values) < 1:
             raise UserError(f"--{name}={','.join(map(str, values))}: {min(values)} is too small; 1 or more is needed")
-    output = Path(_OUTPUT.value).expanduser()
-    if not output.parent.is_dir():
-        raise UserError(f"--output={output}: there is no folder {output.parent}")
+    output = command.writable("output", _OUTPUT.value)
     try:
-        old = json.loads(output.read_text())["tiles"] if output.exists() else []
-    except (ValueError, KeyError, OSError) as e:
+        old = merged(json.loads(output.read_text())["tiles"] if output.exists() else [], [])
+    except (ValueError, KeyError, TypeError, OSError) as e:
         raise UserError(f"--output={output}: is no table of tiles; give another path, or remove it") from e
     shapes = [(model, width) for model in models for width in widths]
     if _BY.value == "static":
         entries = _static(command.names("targets", _TARGETS.value, TOPOLOGIES), shapes, lengths, tiles)
     else:
         entries = _timed(shapes, lengths, tiles)
+    if not entries:
+        raise UserError("--forward, --backward: every tile was left out for the reasons above; nothing is written")
     write_json({"tiles": merged(old, entries)}, output)
     for e in entries:
         shape = f"{e['device_kind']}, {e['heads']} heads of {e['head_dim']}, D {e['width']}, length {e['length']}"

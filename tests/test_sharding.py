@@ -128,3 +128,17 @@ def test_heads_that_do_not_split_are_named(arguments, message):
         arguments = {**arguments, "adapt_params": arguments["adapt"].init(jax.random.key(0), 4, False)}
     with jax.set_mesh(sharding.make_mesh(2, 4)), pytest.raises(UserError, match=message):
         dape_attention(x, x, x, **arguments)
+
+
+def test_kernels_serve_the_heads_of_one_device():
+    """256 heads are too many for VMEM, 32 are not."""
+    x = jax.ShapeDtypeStruct((1, 32, 256, 64), jnp.bfloat16)
+
+    def attend(**axes):
+        with compile_for("interpret"):
+            return jax.eval_shape(lambda x: dape_attention(x, x, x, backend="pallas_tpu", **axes), x)
+
+    with pytest.raises(UserError, match="q has 256 heads of 64 in bfloat16, for which no block size fits"):
+        attend()
+    with jax.set_mesh(sharding.make_mesh(2, 4)):
+        assert attend(head_axes=("data", "fsdp")).shape == x.shape

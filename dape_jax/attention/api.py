@@ -86,11 +86,15 @@ def dape_attention(
         q_positions=q_positions, k_positions=k_positions, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids,
         k_valid=k_valid, scale=scale,
     )  # fmt: skip
-    name = choose_backend(backend, block_sizes, (spec, arrays))
+    if block_sizes is not None and not isinstance(block_sizes, blocks_lib.BlockSizes):
+        raise UserError(f"block_sizes={block_sizes!r}: a BlockSizes is needed, such as BlockSizes(q=128, k=512)")
+    for axes_name, axes in (("batch_axes", batch_axes), ("head_axes", head_axes)):
+        if isinstance(axes, str):
+            raise UserError(f"{axes_name}={axes!r}: a tuple of names is needed, such as ({axes!r},)")
     if batch_axes or head_axes:
-        out = _sharded(spec, name, block_sizes, arrays, tuple(batch_axes), tuple(head_axes))
+        out = _sharded(spec, backend, block_sizes, arrays, tuple(batch_axes), tuple(head_axes))
     else:
-        out = _run(spec, name, block_sizes, arrays)
+        out = _run(spec, backend, block_sizes, arrays)
     return jnp.transpose(out, (1, 2, 0, 3))
 
 
@@ -160,6 +164,8 @@ def _log_once(message: str) -> None:
 
 
 def _run(spec: Spec, backend: str, block_sizes: blocks_lib.BlockSizes | None, arrays: Arrays) -> jax.Array:
+    """On one device: with its own rows and heads, by which the backend is chosen."""
+    backend = choose_backend(backend, block_sizes, (spec, arrays))
     if backend == "reference":
         return reference.attend(spec, arrays)
     if backend in _KERNELS:
@@ -248,6 +254,10 @@ def check(
     scale: float | None = None,
 ) -> tuple[Spec, Arrays]:
     """The arguments of ``dape_attention``, checked, with defaults filled in, as the backends take them."""
+    _check_types(bias, adapt, {"q": q, "k": k, "v": v}, {
+        "q_positions": q_positions, "k_positions": k_positions, "q_segment_ids": q_segment_ids,
+        "k_segment_ids": k_segment_ids, "k_valid": k_valid,
+    })  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise UserError(f"{name} has shape {x.shape}; [batch, time, heads, head dimension] is needed")
@@ -274,6 +284,8 @@ def check(
     for name, (x, length) in rows_only.items():
         if x is not None and x.shape != (batch, length):
             raise UserError(f"{name} has shape {x.shape}; {(batch, length)} is needed")
+        if x is not None and name != "k_valid" and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise UserError(f"{name} has dtype {x.dtype}; integers are needed")
     if k_valid is not None and k_valid.dtype != jnp.bool_:
         raise UserError(f"k_valid has dtype {k_valid.dtype}; bool is needed")
     consecutive = q_positions is None and k_positions is None
@@ -286,13 +298,42 @@ def check(
     if q_positions.shape[0] != k_positions.shape[0]:
         q_positions = jnp.broadcast_to(q_positions, (batch, q_length))
         k_positions = jnp.broadcast_to(k_positions, (batch, k_length))
-    spec = Spec(bias, adapt, bool(causal), float(d**-0.5 if scale is None else scale), heads, consecutive)
-    bias_params, adapt_params = dict(bias_params or {}), dict(adapt_params or {})
+    spec = Spec(bias, adapt, bool(causal), _scale(d, scale), heads, consecutive)
+    bias_params, adapt_params = _params("bias_params", bias_params), _params("adapt_params", adapt_params)
     _check_params(spec, bias_params, adapt_params)
     q, k, v = (jnp.transpose(x, (2, 0, 1, 3)) for x in (q, k, v))
     return spec, Arrays(
         q, k, v, bias_params, adapt_params, q_positions, k_positions, q_segment_ids, k_segment_ids, k_valid
     )  # fmt: skip
+
+
+def _check_types(bias: Any, adapt: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    if bias is not None and not isinstance(bias, biases.Bias):
+        raise UserError(f"bias={bias!r}: a position bias such as KerpleLog() is needed, or None")
+    if adapt is not None and not isinstance(adapt, adapt_lib.Adapt):
+        raise UserError(f"adapt={adapt!r}: an Adapt() is needed, or None")
+    for name, x in {**needed, **{name: x for name, x in optional.items() if x is not None}}.items():
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise UserError(f"{name} is of type {type(x).__name__}; an array is needed")
+
+
+def _scale(head_dim: int, scale: Any) -> float:
+    try:
+        value = float(head_dim**-0.5 if scale is None else scale)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"scale={scale!r}: a finite number is needed, or None")
+    return value
+
+
+def _params(name: str, params: Any) -> dict[str, jax.Array]:
+    if not isinstance(params, Mapping | None):
+        raise UserError(f"{name} is of type {type(params).__name__}; a mapping of names to arrays is needed")
+    for key, x in (params or {}).items():
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise UserError(f"{name}[{key!r}] is of type {type(x).__name__}; an array is needed")
+    return dict(params or {})
 
 
 def _positions(name: str, x: jax.Array, batch: int, length: int) -> jax.Array:

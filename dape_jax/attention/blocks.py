@@ -20,8 +20,10 @@ class BlockSizes:
     def __post_init__(self):
         for name in ("q", "k", "rows"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"block size {name}={value!r}: a positive integer is needed")
+        if self.backward is not None and (not isinstance(self.backward, BlockSizes) or self.backward.backward):
+            raise UserError(f"block size backward={self.backward!r}: a BlockSizes without another in it is needed")
 
 
 def heuristic(batch: int, q_length: int, k_length: int, platform: str) -> BlockSizes:

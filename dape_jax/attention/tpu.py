@@ -33,14 +33,18 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
         return f"q has dtype {q.dtype}; float32 or bfloat16 is needed"
     if q.shape[3] > LANES:
         return f"q has head dimension {q.shape[3]}; {LANES} or less is needed"
+    if jax.config.jax_enable_x64:
+        return "jax_enable_x64 is set, and the kernels count in 32 bits"
     served = (*tpu_rows.ELEMENTWISE, *tpu_rows.FEATURES)
     if bias is not None and type(bias) not in served:
         return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
     if blocks is not None:
         return tpu_blocks.misfit(spec, arrays, blocks, target)
     if None in (tpu_blocks.choose(spec, arrays, target, backward) for backward in (False, True)):
-        shape = f"{spec.num_heads} heads of {q.shape[3]}"
-        return f"q has {shape}, for which no block size fits {target.vmem_budget // MIB} MiB of VMEM"
+        shape = f"q has {spec.num_heads} heads of {q.shape[3]} in {q.dtype}"
+        if spec.adapt is not None:
+            shape += f", and adapt width={spec.adapt.width}, per_head={spec.adapt.per_head}"
+        return f"{shape}, for which no block size fits {target.vmem_budget // MIB} MiB of VMEM"
     return None
 
 
@@ -165,8 +169,8 @@ class _Blocks:
     def _spec(self, shape: tuple[int, ...], index: Callable[[Any, Any, Any], tuple]) -> pl.BlockSpec:
         def index_map(b: Any, outer: Any, inner: Any, *scalars: Any) -> tuple:
             s, plan = Scalars(*scalars), self.plan
-            at = row_index(b, outer, plan.q_blocks if self.order == "qk" else plan.k_blocks,
-                                       plan.rows_of_positions)  # fmt: skip
+            blocks = plan.q_blocks if self.order == "qk" else plan.k_blocks
+            at = row_index(b, outer, blocks, plan.rows_of_positions)
             inner = jnp.minimum(jnp.maximum(inner, s.first[at]), s.last[at] - 1)
             return index(b, outer, inner) if self.order == "qk" else index(b, inner, outer)
 

@@ -11,7 +11,7 @@ from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import MIB, Target
 from dape_jax.attention.tpu_plan import Plan, make_plan
-from dape_jax.attention.tpu_rows import LANES
+from dape_jax.attention.tpu_rows import LANES, whole
 
 
 class Plans(NamedTuple):
@@ -24,7 +24,6 @@ class Plans(NamedTuple):
 
 def make_plans(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> Plans:
     """For a call without a ``misfit``."""
-
     tiles = [_asked_for(blocks, backward) or choose(spec, arrays, target, backward) for backward in (False, True)]
     forward, backward = (tile for tile in tiles if tile is not None)
     of = functools.partial(make_plan, spec, arrays, target=target)
@@ -35,7 +34,7 @@ def make_plans(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Ta
 
 
 def _asked_for(blocks: BlockSizes | None, backward: bool) -> BlockSizes | None:
-    return blocks.backward or blocks if blocks is not None and backward else blocks
+    return blocks.backward if blocks is not None and backward and blocks.backward is not None else blocks
 
 
 def choose(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
@@ -95,9 +94,12 @@ def _forward_vmem_bytes(plan: Plan) -> int:
 
 def _strip_bytes(plan: Plan, hidden: int) -> int:
     """Of what a tile takes from the tables, with so many copies of the hidden layer."""
+    if plan.spec.bias is None:
+        return 0
     u = 0 if plan.spec.adapt is None else plan.spec.adapt.width
-    fetched = plan.slabs * (u + _whole(plan.heads)) * 3
-    return 4 * LANES * (fetched + plan.vectors * (hidden * u + plan.rows.count))
+    fetched = plan.slabs * (u + whole(plan.heads)) * 3
+    logits = (plan.vectors + plan.group - 1) * plan.rows.count
+    return 4 * LANES * (fetched + plan.vectors * hidden * u + logits)
 
 
 def _backward_vmem_bytes(plan: Plan) -> int:
@@ -137,10 +139,6 @@ def _temporaries(plan: Plan) -> int:
     return 4 * plan.block_k * (hidden * 3 + rows.count * 8) + 4 * weights * 4
 
 
-def _whole(n: int) -> int:
-    return pl.cdiv(n, 8) * 8
-
-
 def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
     """The largest tile that fits, wide in keys, of at most 2,048 rows (query, head); None if none fits.
 
@@ -153,11 +151,10 @@ def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -
     for q in (128, 64, 32, 16):
         for k in widths:
             blocks = BlockSizes(q=min(q, most_q), k=min(k, most_k), rows=1)
-            if blocks.k > 2 * halo and q * spec.num_heads <= max(2048, 16 * spec.num_heads):
-                group = make_plan(spec, arrays, blocks, target, saving=False).group
-                needed = vmem_bytes(spec, arrays, blocks, target, backward)
-                if blocks.q % group == 0 and needed <= target.vmem_budget:
-                    return blocks
+            if blocks.k <= 2 * halo or q * spec.num_heads > max(2048, 16 * spec.num_heads):
+                continue
+            if vmem_bytes(spec, arrays, blocks, target, backward) <= target.vmem_budget:
+                return blocks
     return None
 
 

@@ -21,7 +21,7 @@ class Plan:
       spec: formulas and hyper-parameters.
       block_q, block_k: queries and keys of a tile, the keys with the halo of a convolving network on both sides.
       group: queries that pass through the network together.
-      joined: slabs of keys that the forward puts into one product of the network.
+      joined: slabs of keys that enter one product of the network.
       q_blocks, k_blocks: how many there are.
       kv_heads, head_dim: of k and v.
       exact: float32 inputs, with every product in full float32; else bfloat16.

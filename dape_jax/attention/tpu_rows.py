@@ -110,14 +110,14 @@ def _pack_bias(rows: Rows, params: dict[str, jax.Array]) -> tuple[dict, dict]:
         return {}, {}
     if isinstance(bias, biases.T5Bias):
         buckets = biases.t5_bucket(jnp.arange(bias.max_distance + 1), bias.num_buckets, bias.max_distance)
-        first = jnp.searchsorted(buckets, jnp.arange(_whole(bias.num_buckets) + 1)).astype(jnp.int32)
+        first = jnp.searchsorted(buckets, jnp.arange(whole(bias.num_buckets) + 1)).astype(jnp.int32)
         # The last bucket has no end, and those that pad the rows to a multiple of 8 are never reached.
         end = jnp.where(jnp.arange(len(first)) >= bias.num_buckets, jnp.iinfo(jnp.int32).max, first)
-        weights = diagonal(rows, _pad_last(params["table"], _whole(bias.num_buckets))[:, None])
+        weights = diagonal(rows, _pad_last(params["table"], whole(bias.num_buckets))[:, None])
         return {"weights": weights}, {"first": _column(end[:-1]), "end": _column(end[1:])}
     if isinstance(bias, biases.FIRE):
         # A further hidden unit that is always 1 carries b2.
-        size = _whole(bias.width + 1)
+        size = whole(bias.width + 1)
         one = jnp.ones(1, jnp.float32)
         weights = jnp.concatenate([params["w2"], params["b2"][:, None]], axis=1)
         return {
@@ -131,7 +131,8 @@ def _pack_bias(rows: Rows, params: dict[str, jax.Array]) -> tuple[dict, dict]:
     return {name: _per_row(rows, x) for name, x in {**constants, **params}.items()}, {}
 
 
-def _whole(n: int) -> int:
+def whole(n: int) -> int:
+    """Rounded up to rows of a float32 tile."""
     return -(-n // 8) * 8
 
 

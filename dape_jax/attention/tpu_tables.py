@@ -131,16 +131,12 @@ def scratch(plan: Plan) -> Strip:
     width = adapt.width if adapt is not None and reads_logits(plan.spec) else 0
     hidden = pltpu.VMEM((plan.vectors, width, LANES), jnp.float32) if width else None
     return Strip(
-        pltpu.VMEM((plan.slabs, width + _whole(plan.heads), 3 * LANES), jnp.float32),
+        pltpu.VMEM((plan.slabs, width + tpu_rows.whole(plan.heads), 3 * LANES), jnp.float32),
         hidden,
         hidden,
         pltpu.VMEM((plan.vectors + plan.group - 1, plan.rows.count, LANES), jnp.float32),
         pltpu.SemaphoreType.DMA,
     )
-
-
-def _whole(n: int) -> int:
-    return -(-n // 8) * 8
 
 
 def fetch(plan: Plan, tables: Any, strip: Strip, i: Any, j: Any) -> tuple[Any, Any]:

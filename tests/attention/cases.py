@@ -34,15 +34,16 @@ def make(batch, q_length, k_length, heads, kv_heads, d, bias, adapt, dtype=jnp.f
     return (q, k, v, bias_params, adapt_params), cotangent
 
 
-def attend(backend, *arrays, blocks=None, kernel_blocks=None, bias=None, adapt=None, **kwargs):
-    """``dape_attention`` of (q, k, v, bias_params, adapt_params); the kernels interpreted, in small tiles.
+def attend(backend, *arrays, blocks=None, kernel_blocks=None, device_kind="", bias=None, adapt=None, **kwargs):
+    """``dape_attention`` of (q, k, v, bias_params, adapt_params); the kernels interpreted, in small tiles, as for a TPU
+    of ``device_kind``.
 
     ``blocks`` are the blockwise backend's; the kernels take their smallest where any are given, or ``kernel_blocks``.
     """
     q, k, v, bias_params, adapt_params = arrays
     smallest = {"pallas_tpu": BlockSizes(q=16, k=128, rows=1), "pallas_gpu": BlockSizes(q=16, k=16, rows=1)}
     sizes = {"blockwise": blocks, **{name: kernel_blocks or (blocks and size) for name, size in smallest.items()}}
-    with compile_for("interpret") if backend in smallest else contextlib.nullcontext():
+    with compile_for("interpret", device_kind) if backend in smallest else contextlib.nullcontext():
         return dape_attention(
             q, k, v, bias=bias, bias_params=bias_params, adapt=adapt, adapt_params=adapt_params,
             backend=backend, block_sizes=sizes.get(backend), **kwargs,

@@ -281,6 +281,20 @@ BAD = {
     "given without adapt": lambda a: dict(a, adapt_params={"w1": jnp.ones(1)}),
     "given without a bias": lambda a: dict(a, bias=None),
     "rows=2 does not divide": lambda a: dict(a, **{n: a[n][:1] for n in "qkv"}, block_sizes=BlockSizes(4, 4, 2)),
+    "q is of type list": lambda a: dict(a, q=[[1.0]]),
+    "k_valid is of type list": lambda a: dict(a, k_valid=[True]),
+    "q_segment_ids has dtype float32": lambda a: dict(
+        a, q_segment_ids=jnp.zeros((2, 5)), k_segment_ids=jnp.zeros((2, 5))
+    ),
+    "bias='kerple': a position bias": lambda a: dict(a, bias="kerple"),
+    "bias=<class .*KerpleLog'>: a position bias": lambda a: dict(a, bias=KerpleLog),
+    "adapt={}: an Adapt": lambda a: dict(a, adapt={}),
+    "bias_params is of type list": lambda a: dict(a, bias_params=[1]),
+    r"bias_params\['p'\] is of type list": lambda a: dict(a, bias_params={"p": [1.0], "a": jnp.ones(4)}),
+    "scale='x': a finite number": lambda a: dict(a, scale="x"),
+    "scale=nan: a finite number": lambda a: dict(a, scale=float("nan")),
+    r"block_sizes=\(16, 128\): a BlockSizes": lambda a: dict(a, block_sizes=(16, 128)),
+    "batch_axes='data': a tuple of names": lambda a: dict(a, batch_axes="data"),
     "no axis 'data' in the ambient mesh": lambda a: dict(a, batch_axes=("data",)),
 }
 
@@ -299,6 +313,21 @@ def test_bad_arguments_are_named(message):
 def test_bad_block_sizes_are_named(field):
     with pytest.raises(UserError, match=f"block size {field}=0"):
         BlockSizes(**{"q": 1, "k": 1, "rows": 1, field: 0})
+    with pytest.raises(UserError, match=f"block size {field}=True"):
+        BlockSizes(**{"q": 1, "k": 1, "rows": 1, field: True})
+
+
+@pytest.mark.parametrize("backward", [(16, 128), BlockSizes(1, 1, backward=BlockSizes(1, 1))])
+def test_a_wrong_tile_of_the_backward_is_named(backward):
+    with pytest.raises(UserError, match="block size backward="):
+        BlockSizes(1, 1, backward=backward)
+
+
+@pytest.mark.parametrize("backend", ["pallas_tpu", "pallas_gpu"])
+def test_the_kernels_count_in_32_bits(backend):
+    arrays, _ = make(1, 4, 4, 2, 2, 4, None, None)
+    with jax.enable_x64(True), pytest.raises(UserError, match="jax_enable_x64 is set"):
+        attend(backend, *arrays)
 
 
 @pytest.mark.slow

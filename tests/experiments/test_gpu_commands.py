@@ -10,9 +10,22 @@ from tests.experiments.test_commands import check_refusal, command  # noqa: F401
 def test_wrong_input_gets_one_line(command):  # noqa: F811
     for arguments, message in {
         ("bench_gpu",): "JAX runs on cpu; a GPU is needed",
-        ("bench_gpu", "--interpret"): "add --correctness_only",
-        ("gpu_registers", "--shapes=12"): "'12' is not of the form 12x64",
+        ("bench_gpu", "--correctness_only", "--interpret", "--cases=0"): "--cases=0: more than 0 is needed",
+        ("gpu_registers", "--shapes=0x64"): "'0x64' is not of the form 12x64",
         ("gpu_registers", "--networks=concatt"): "did you mean 'concat'",
+    }.items():
+        check_refusal(command(*arguments), message)
+
+
+@pytest.mark.slow
+def test_more_wrong_input_gets_one_line(command, tmp_path):  # noqa: F811
+    for arguments, message in {
+        ("bench_gpu", "--interpret"): "add --correctness_only",
+        ("bench_gpu", "--correctness_only", "--interpret", "--minutes=-1"): "--minutes=-1.0: more than 0 is needed",
+        ("bench_gpu", "--correctness_only", "--interpret", "--lengths=64,0"): "0 is too small",
+        ("gpu_registers", "--json=/proc/none.json"): "--json=/proc/none.json: cannot be written",
+        ("gpu_registers", "--kernel_width=2"): "kernel_width=2",
+        ("gpu_registers", "--biases=alibi,alibi"): "names alibi twice",
     }.items():
         check_refusal(command(*arguments), message)
 

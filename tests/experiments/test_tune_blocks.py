@@ -41,7 +41,7 @@ def test_the_table():
         (["--targets=v5x"], "--targets=v5x: 'v5x' is unknown"),
         (["--forward=128"], "--forward=128: tiles such as 128x512"),
         (["--lengths=0"], "--lengths=0: 0 is too small"),
-        (["--output=/nowhere/x.json"], "there is no folder /nowhere"),
+        (["--output=/proc/none/x.json"], "--output=/proc/none/x.json: cannot be written"),
         (["--by=time"], "--by=time needs a TPU"),
     ],
 )
