@@ -91,7 +91,7 @@ def cases(every, representative):
 
 MODELS_AND_LENGTHS = cases(
     itertools.product(KINDS, MODELS, [512, 2048, 8192, 32768], ["forward", "backward"]),
-    [("v4", "125M", 512, "backward"), ("v5e", "125M", 8192, "backward"), ("v5p", "2.7B", 2048, "forward"),
+    [("v4", "125M", 512, "backward"), ("v5e", "125M", 8192, "backward"), ("v5p", "125M", 512, "forward"),
      ("v6e", "350M", 512, "backward")],
 )  # fmt: skip
 
