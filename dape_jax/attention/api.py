@@ -114,7 +114,7 @@ def choose_backend(
             if platform == target.platform:
                 why = gpu.not_automatic(target, call) if kernels is gpu else None
                 if why is None and call is not None:
-                    why = kernels.refusal(*call, block_sizes, target)
+                    why = _refusal(kernels, call, block_sizes, target)
                 chosen = name if why is None else chosen
                 if why is not None:
                     _log_once(f"attention backend {name} is not used: {why}")
@@ -132,10 +132,16 @@ def choose_backend(
                 f"use 'auto' or 'blockwise', or compile for a {device} with "
                 f"dape_jax.attention.compile_for({platform!r})"
             )
-        why = None if call is None else kernels.refusal(*call, block_sizes, target)
+        why = None if call is None else _refusal(kernels, call, block_sizes, target)
         if why is not None:
             raise UserError(f"attention backend={backend!r}: {why}; use 'auto' or 'blockwise'")
     return backend
+
+
+def _refusal(kernels: Any, call: tuple[Spec, Arrays], *how: Any) -> str | None:
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return "jax_enable_x64 is set, and the kernels count in 32 bits"
+    return kernels.refusal(*call, *how)
 
 
 def backend_of_shapes(backend: str, shape: tuple[int, int, int, int], kv_heads: int, dtype: str, **kwargs: Any) -> str:
@@ -254,11 +260,12 @@ def check(
     scale: float | None = None,
 ) -> tuple[Spec, Arrays]:
     """The arguments of ``dape_attention``, checked, with defaults filled in, as the backends take them."""
-    _check_types(bias, adapt, {"q": q, "k": k, "v": v}, {
-        "q_positions": q_positions, "k_positions": k_positions, "q_segment_ids": q_segment_ids,
-        "k_segment_ids": k_segment_ids, "k_valid": k_valid,
-    })  # fmt: skip
+    if bias is not None and not isinstance(bias, biases.Bias):
+        raise UserError(f"bias={bias!r}: a position bias such as KerpleLog() is needed, or None")
+    if adapt is not None and not isinstance(adapt, adapt_lib.Adapt):
+        raise UserError(f"adapt={adapt!r}: an Adapt() is needed, or None")
     for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_array(name, x)
         if x.ndim != 4:
             raise UserError(f"{name} has shape {x.shape}; [batch, time, heads, head dimension] is needed")
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -282,6 +289,8 @@ def check(
     rows_only = {"q_segment_ids": (q_segment_ids, q_length), "k_segment_ids": (k_segment_ids, k_length),
                  "k_valid": (k_valid, k_length)}  # fmt: skip
     for name, (x, length) in rows_only.items():
+        if x is not None:
+            _check_array(name, x)
         if x is not None and x.shape != (batch, length):
             raise UserError(f"{name} has shape {x.shape}; {(batch, length)} is needed")
         if x is not None and name != "k_valid" and not jnp.issubdtype(x.dtype, jnp.integer):
@@ -307,14 +316,9 @@ def check(
     )  # fmt: skip
 
 
-def _check_types(bias: Any, adapt: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    if bias is not None and not isinstance(bias, biases.Bias):
-        raise UserError(f"bias={bias!r}: a position bias such as KerpleLog() is needed, or None")
-    if adapt is not None and not isinstance(adapt, adapt_lib.Adapt):
-        raise UserError(f"adapt={adapt!r}: an Adapt() is needed, or None")
-    for name, x in {**needed, **{name: x for name, x in optional.items() if x is not None}}.items():
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise UserError(f"{name} is of type {type(x).__name__}; an array is needed")
+def _check_array(name: str, x: Any) -> None:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise UserError(f"{name} is of type {type(x).__name__}; an array is needed")
 
 
 def _scale(head_dim: int, scale: Any) -> float:
@@ -331,12 +335,12 @@ def _params(name: str, params: Any) -> dict[str, jax.Array]:
     if not isinstance(params, Mapping | None):
         raise UserError(f"{name} is of type {type(params).__name__}; a mapping of names to arrays is needed")
     for key, x in (params or {}).items():
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise UserError(f"{name}[{key!r}] is of type {type(x).__name__}; an array is needed")
+        _check_array(f"{name}[{key!r}]", x)
     return dict(params or {})
 
 
 def _positions(name: str, x: jax.Array, batch: int, length: int) -> jax.Array:
+    _check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise UserError(f"{name} has dtype {x.dtype}; int32 is needed, since floating-point positions alias")
     if x.shape not in ((length,), (batch, length)):

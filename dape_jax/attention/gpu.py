@@ -162,8 +162,6 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
         return f"q has dtype {q.dtype}; float32 or bfloat16 is needed"
     if d > LARGEST:
         return f"q has head dimension {d}; {LARGEST} or less is needed"
-    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return "jax_enable_x64 is set, and the kernels count in 32 bits"
     served = (*ELEMENTWISE, *FEATURES)
     if bias is not None and type(bias) not in served:
         return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"

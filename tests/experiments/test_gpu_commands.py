@@ -18,7 +18,7 @@ def test_wrong_input_gets_one_line(command):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_more_wrong_input_gets_one_line(command, tmp_path):  # noqa: F811
+def test_more_wrong_input_gets_one_line(command):  # noqa: F811
     for arguments, message in {
         ("bench_gpu", "--interpret"): "add --correctness_only",
         ("bench_gpu", "--correctness_only", "--interpret", "--minutes=-1"): "--minutes=-1.0: more than 0 is needed",
