@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 
@@ -11,7 +12,15 @@ from dape_jax.errors import UserError, nearest
 
 MIB = 2**20
 _SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
+_LARGE_VMEM = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 _WIDE_MXU = ("TPU v6 lite", "TPU v6e", "TPU7x")
+
+
+class Vmem(NamedTuple):
+    """Bytes that block sizes are chosen for, from an estimate, and bytes that the compiler may then use."""
+
+    budget: int
+    limit: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +36,13 @@ class Target:
         return self.platform == "interpret"
 
     @property
-    def vmem_limit(self) -> int:
-        """Bytes of VMEM that one TPU kernel may take: 16 MiB is all that older chips have."""
-        return 16 * MIB if self.device_kind in _SMALL_VMEM else 64 * MIB
-
-    @property
-    def vmem_budget(self) -> int:
-        """Bytes that block sizes are chosen for, from an estimate."""
-        return 15 * MIB if self.device_kind in _SMALL_VMEM else 48 * MIB
+    def vmem(self) -> tuple[Vmem, ...]:
+        """What TPU kernels may take: the later ones only where nothing fits the first, so that XLA keeps VMEM for its
+        own use. Older chips have 16 MiB, v5p 64 and v5e and v6e 128."""
+        if self.device_kind in _SMALL_VMEM:
+            return (Vmem(15 * MIB, 16 * MIB),)
+        last = Vmem(104 * MIB, 126 * MIB) if self.device_kind in _LARGE_VMEM else Vmem(56 * MIB, 64 * MIB)
+        return Vmem(48 * MIB, 64 * MIB), last
 
     @property
     def mxu(self) -> int:

@@ -42,7 +42,7 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
         shape = f"q has {spec.num_heads} heads of {q.shape[3]} in {q.dtype}"
         if spec.adapt is not None:
             shape += f", and adapt width={spec.adapt.width}, per_head={spec.adapt.per_head}"
-        return f"{shape}, for which no block size fits {target.vmem_budget // MIB} MiB of VMEM"
+        return f"{shape}, for which no block size fits {target.vmem[-1].budget // MIB} MiB of VMEM"
     return None
 
 
@@ -213,7 +213,9 @@ def _call(
             out_specs=leaves(out_specs),
             scratch_shapes=leaves(scratch),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=target.vmem_limit),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=tpu_blocks.vmem_limit(plan, target, backward=bool(aliases))
+        ),
         cost_estimate=cost,
         input_output_aliases=aliases,
         interpret=target.interpret,

@@ -218,7 +218,8 @@ def _tabled(plan: Plan, r: Backward, masked: bool) -> list[tpu_tiles.Stage]:
             if r.strip.logits is not None:
                 a = [x + tpu_tables.logits_at_zero(plan, r.strip, g, slab) for slab, x in enumerate(a)]
             if r.saved:
-                a = [x + f for x, f in zip(a, corrections(parity, n), strict=True)]
+                added = tpu_tables.corrections(plan, tables, r.saved[parity].active.at[n])
+                a = [x + y for x, y in zip(a, added, strict=True)]
             p = [jnp.exp(x - lse) for x in a]
             if masked:  # entries that are not allowed may overflow the exponential; they are replaced, not scaled
                 allowed = tpu_tiles.split(tpu_tiles.mask(plan, g, r.query, r.keys))
@@ -230,13 +231,6 @@ def _tabled(plan: Plan, r: Backward, masked: bool) -> list[tpu_tiles.Stage]:
             if r.strip_gradient.logits is not None:
                 for slab, x in enumerate(d_a):
                     tpu_tables.add_logits(plan, r.strip_gradient, x, g, slab)
-
-    def corrections(parity: int, n: int) -> list[jax.Array]:
-        every = []
-        for slab in at_once:
-            active = together(r.saved[parity].active, n, slab)
-            every += tpu_tiles.split(tpu_tiles.product(plan, tables.w2, active, (1, 0)))
-        return every
 
     def together(ref: Any, n: int, slab: int) -> jax.Array:
         return tpu_tiles.join([ref[n, slab + m] for m in range(plan.joined)])

@@ -82,6 +82,12 @@ def vmem_bytes(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, b
     return max(map(_forward_vmem_bytes, every))
 
 
+def vmem_limit(plan: Plan, target: Target, backward: bool) -> int:
+    """Bytes that the compiler may use for a kernel."""
+    needed = (_backward_vmem_bytes if backward else _forward_vmem_bytes)(plan)
+    return next(vmem.limit for vmem in target.vmem if needed <= vmem.budget)
+
+
 def _forward_vmem_bytes(plan: Plan) -> int:
     column = plan.tile_rows * LANES * 4
     padded_d = pl.cdiv(plan.head_dim, LANES) * LANES
@@ -140,7 +146,8 @@ def _temporaries(plan: Plan) -> int:
 
 
 def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
-    """The largest tile that fits, wide in keys, of at most 2,048 rows (query, head); None if none fits.
+    """The largest tile that fits the usual VMEM, wide in keys, of at most 2,048 rows (query, head); where none does,
+    the one that needs the least, of all the VMEM that a kernel may take; None if that does not fit either.
 
     A causal mask wastes half a tile for each block of queries, so that the widest are for long sequences.
     """
@@ -148,14 +155,17 @@ def default_blocks(spec: Spec, arrays: Arrays, target: Target, backward: bool) -
     halo = 0 if spec.adapt is None else spec.adapt.halo
     most_q, most_k = pl.cdiv(q_length, 16) * 16, pl.cdiv(k_length + 2 * halo, LANES) * LANES
     widths = (512, 256, 128) if backward or k_length < 2048 else (1024, 512, 256, 128)
+    needs: dict[BlockSizes, int] = {}
     for q in (128, 64, 32, 16):
         for k in widths:
             blocks = BlockSizes(q=min(q, most_q), k=min(k, most_k), rows=1)
             if blocks.k <= 2 * halo or q * spec.num_heads > max(2048, 16 * spec.num_heads):
                 continue
-            if vmem_bytes(spec, arrays, blocks, target, backward) <= target.vmem_budget:
+            needs[blocks] = vmem_bytes(spec, arrays, blocks, target, backward)
+            if needs[blocks] <= target.vmem[0].budget:
                 return blocks
-    return None
+    least = min(needs, key=lambda blocks: needs[blocks], default=None)
+    return least if least is not None and needs[least] <= target.vmem[-1].budget else None
 
 
 def misfit(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target) -> str | None:
@@ -178,8 +188,9 @@ def _why_not(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, bac
     if blocks.k % LANES or blocks.k <= 2 * halo:
         return f"block size k={blocks.k}: a multiple of {LANES} above {2 * halo} is needed by the TPU kernels"
     needed = vmem_bytes(spec, arrays, blocks, target, backward)
-    if needed > target.vmem_budget:
+    most = target.vmem[-1].budget
+    if needed > most:
         kernel = "backward" if backward else "forward"
         sizes = f"block sizes q={blocks.q}, k={blocks.k} need about {needed / MIB:.0f} MiB of VMEM in the {kernel}"
-        return f"{sizes} for these shapes; at most {target.vmem_budget / MIB:.0f} MiB are to be used"
+        return f"{sizes} for these shapes; at most {most / MIB:.0f} MiB are to be used"
     return None

@@ -141,15 +141,9 @@ def _tabled(plan: Plan, r: Forward) -> list[tpu_tiles.Stage]:
             if r.strip.logits is not None:
                 a = [x + tpu_tables.logits_at_zero(plan, r.strip, g, slab) for slab, x in enumerate(a)]
             if r.active:
-                a = [x + f for x, f in zip(a, corrections(parity, n), strict=True)]
+                added = tpu_tables.corrections(plan, tables, r.active[parity].at[n])
+                a = [x + y for x, y in zip(a, added, strict=True)]
             tpu_tiles.store(plan, r.slabs, g, a)
-
-    def corrections(parity: int, n: int) -> list[jax.Array]:
-        every = []
-        for slab in range(0, plan.slabs, plan.joined):
-            act = tpu_tiles.join([r.active[parity][n, slab + m] for m in range(plan.joined)])
-            every += tpu_tiles.split(tpu_tiles.product(plan, tables.w2, act, (1, 0)))
-        return every
 
     return [*([hidden] if r.active else []), *([logits] if r.active or r.strip.logits is not None else [])]
 

@@ -179,7 +179,7 @@ def _each_vector(plan: Plan, begin: Any, vector: Callable[[Any, int, Any, Any], 
             vector(plan.vectors - 1 - m * plan.slabs - n, n, lane + m, 0)
 
     whole = plan.block_q // plan.slabs
-    jax.lax.fori_loop(0, whole, vectors, None, unroll=4)
+    jax.lax.fori_loop(0, whole, vectors, None, unroll=8)
     # The last few may begin at the next slab.
     next_slab = jax.lax.div(lane + whole, LANES)
     for n in range(plan.slabs - 1):
@@ -228,6 +228,16 @@ def active(plan: Plan, strip: Strip, hidden: jax.Array, g: Any, slab: int) -> ja
     """
     x = _leaky(hidden)
     return x if strip.active is None else x - of_group(plan, strip.active, g, slab)
+
+
+def corrections(plan: Plan, tables: Tables, active: Any) -> list[jax.Array]:
+    """W2 times what it is applied to in a group, [slabs, G D, 128]: what the network adds to each slab, [R, 128]."""
+    every = []
+    for slab in range(0, plan.slabs, plan.joined):
+        x = jnp.concatenate([active[slab + n] for n in range(plan.joined)], axis=1)
+        y = tpu_rows.product(tables.w2, x, (1, 0), plan.exact)
+        every += [y[:, n * LANES : (n + 1) * LANES] for n in range(plan.joined)]
+    return every
 
 
 def of_group(plan: Plan, vectors: Any, g: Any, slab: int) -> jax.Array:

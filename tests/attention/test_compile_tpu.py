@@ -26,18 +26,16 @@ from dape_jax.training import step as step_lib
 from dape_jax.training.objective import NextToken
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.problem import Chomsky
+from experiments.kernel_programs import MODELS, TOPOLOGIES
 
 pytest.importorskip("libtpu", reason="libtpu is not installed")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no lock file
 
-KINDS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-MODELS = {"125M": (12, 64), "350M": (16, 64), "2.7B": (32, 80), "6.7B": (32, 128)}
-
 
 @functools.cache
 def device(kind):
-    return topologies.get_topology_desc(platform="tpu", topology_name=KINDS[kind]).devices[0]
+    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[kind]).devices[0]
 
 
 def compiled(kind, length, heads, d, bias, adapt, backward=True, dtype=jnp.bfloat16, batch=1, kv_heads=None, **kwargs):
@@ -90,7 +88,7 @@ def cases(every, representative):
 
 
 MODELS_AND_LENGTHS = cases(
-    itertools.product(KINDS, MODELS, [512, 2048, 8192, 32768], ["forward", "backward"]),
+    itertools.product(TOPOLOGIES, MODELS, [512, 2048, 8192, 32768], ["forward", "backward"]),
     [("v4", "125M", 512, "backward"), ("v5e", "125M", 8192, "backward"), ("v5p", "125M", 512, "forward"),
      ("v6e", "350M", 512, "backward")],
 )  # fmt: skip
@@ -122,9 +120,20 @@ def test_every_bias_with_every_network(bias, adapt):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("heads", "d"), [(1, 64), (4, 128), (5, 96), (25, 64), (25, 80), (64, 32)])
+@pytest.mark.parametrize(("heads", "d"), [(1, 64), (4, 128), (5, 96), (25, 64), (25, 80), (64, 32), (64, 128)])
 def test_odd_shapes(heads, d, dtype):
     compiled("v5e", 700, heads, d, KerpleLog(), Adapt(width=16), dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "d", "adapt", "dtype"),
+    [(25, 64, Adapt(width=64, per_head=True), jnp.bfloat16),
+     (64, 128, Adapt(width=64, per_head=True, kernel_width=3), jnp.float32)],
+    ids=repr,
+)  # fmt: skip
+def test_shapes_that_need_most_of_the_vmem(heads, d, adapt, dtype):
+    compiled("v5e", 700, heads, d, KerpleLog(), adapt, dtype=dtype)
 
 
 @pytest.mark.parametrize("adapt", [Adapt(), pytest.param(Adapt(kernel_width=3), marks=pytest.mark.slow)], ids=repr)
@@ -137,7 +146,7 @@ def test_every_argument(adapt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOPOLOGIES)
 def test_memory_is_linear_in_the_length(kind):
     """At most 6 times q, k, v and the output at 125M shapes, and linear up to 131,072 tokens."""
     of = {n: used(kind, "125M", n, True) for n in (8192, 32768, 131072)}
@@ -151,7 +160,7 @@ def test_whole_steps_of_the_125m_model(length, rows):
     """A training step, and the scoring of an evaluation, sharded over four chips, with the kernels inside."""
     config = config_lib.from_mapping(lm_125m.get_config("dape_kerple"))
     model = config_lib.transformer(config, 50257, "tpu", sharding.BATCH_AXES)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=KINDS["v5e"]).devices
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES["v5e"]).devices
     mesh = sharding.make_mesh(2, 2, devices=devices)
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     with (
