@@ -92,12 +92,20 @@ def unit_bounds(work: Work, capacity: dict[str, int], positions: float) -> dict[
     return {unit: float(each.sum()) / positions for unit, each in _needed(work, capacity).items()}
 
 
-def phased_bound(work: Work, capacity: dict[str, int], positions: float) -> float:
-    """Cycles a position if every piece took what its own largest unit needs, one piece after the other.
+def pieces(work: Work, capacity: dict[str, int], positions: float) -> list[dict[str, Any]]:
+    """Of each piece, in order, the cycles a position that it takes, and those that its own largest unit needs.
 
-    A kernel whose products, tables and softmax are separate pieces cannot come below it, however dense each piece is.
+    A kernel whose products, tables and softmax are separate pieces cannot come below the sum of these bounds, however
+    dense each piece is.
     """
-    return float(np.stack(list(_needed(work, capacity).values())).max(axis=0).sum()) / positions
+    needed = _needed(work, capacity)
+    bounds = np.stack(list(needed.values())) / positions
+    largest = bounds.argmax(axis=0)
+    bundles = work.pieces[:, work.columns.index("bundles")] / positions
+    return [
+        {"bundles": float(bundles[n]), "bound": float(bounds[unit, n]), "unit": list(needed)[unit]}
+        for n, unit in enumerate(largest)
+    ]
 
 
 def _needed(work: Work, capacity: dict[str, int]) -> dict[str, np.ndarray]:
@@ -127,6 +135,7 @@ def describe(order: dict[str, Any], made: dict[str, Any], name: str, schedule: S
     largest = max(bounds, key=lambda unit: bounds[unit])
     design = arithmetic_bound(kernel, heads, head_dim, order.get("width"), LANES[order["target"]])
     cycles = interior.cycles() / positions
+    stretches = pieces(interior, schedule.capacity, positions)
     notes = [*made["notes"], *found.notes]
     # Rows that go in are counted, and the design's bound also counts the numbers that stay, where they are more.
     if bounds["MXU"] < 0.6 * design:
@@ -145,7 +154,8 @@ def describe(order: dict[str, Any], made: dict[str, Any], name: str, schedule: S
         "bounds": bounds,
         "largest_bound": largest,
         "ratio_to_largest_bound": cycles / bounds[largest],
-        "phased_bound": phased_bound(interior, schedule.capacity, positions),
+        "phased_bound": sum(piece["bound"] for piece in stretches),
+        "pieces": stretches,
         "design_bound": design,
         "ratio_to_design_bound": cycles / design,
         "spills": {"fills": interior["VLOAD:FILL"] / positions, "stores": interior["VSTORE:SPILL"] / positions},

@@ -183,7 +183,9 @@ def test_pieces_bound_by_different_units_add_up():
     work = step(schedule).variants[0]
     bounds = compiled_cost.unit_bounds(work, schedule.capacity, positions=48)
     assert (bounds["MXU"], bounds["VALU"]) == (4 + 4, 0.75 + 8)
-    assert compiled_cost.phased_bound(work, schedule.capacity, positions=48) == 4 + 8
+    pieces = compiled_cost.pieces(work, schedule.capacity, positions=48)
+    assert [(piece["unit"], piece["bound"]) for piece in pieces if piece["bound"]] == [("MXU", 4), ("VALU", 8)]
+    assert sum(piece["bundles"] for piece in pieces) == pytest.approx(work["bundles"] / 48)
 
 
 @pytest.mark.parametrize(
