@@ -1,17 +1,20 @@
 """The GPU kernels on a GPU: correctness first, then times, as ratios within one run. Fits ten minutes.
 
 python -m experiments.bench_gpu [--lengths=512,1024,2048,4096,8192,16384] [--minutes=9.5] [--output=PATH]
+    [--table=dape_jax/attention/gpu_tuned.json]
 
 Correctness: outputs and every gradient against the float32 reference on the device, which receives the same rounded
 q, k, v. Times: DAPE-Kerple, causal, bfloat16, one sequence, 12 heads of 64, D = 32, forward alone and forward with
 backward, of pallas_gpu, of blockwise, of the formula in eager PyTorch and under torch.compile where PyTorch with CUDA
 can be imported (float32 logits and network, TF32 products), and, as the floor, of cuDNN's flash attention without bias
-or network. Then pallas_gpu with other tiles. What does not fit the time is left out and named. The JSON is rewritten
-after every figure. Without a GPU nothing is timed: --correctness_only --interpret runs the first part on CPU.
+or network. Then each kernel of pallas_gpu in other tiles; --table takes the best of each, for the kernels to choose
+it by themselves. What does not fit the time is left out and named. The JSON is rewritten after every figure. Without a
+GPU nothing is timed: --correctness_only --interpret runs the first part on CPU.
 """
 
 import contextlib
 import functools
+import itertools
 import os
 import platform
 import statistics
@@ -27,10 +30,10 @@ import numpy as np
 from absl import flags
 
 from dape_jax import FIRE, Adapt, ALiBi, KerpleLog, KerplePower, T5Bias, dape_attention
-from dape_jax.attention import compile_for, gpu
+from dape_jax.attention import compile_for, gpu, target, tuned
 from dape_jax.errors import UserError
 from dape_jax.evaluation.report import write_json
-from experiments import command
+from experiments import command, tuned_table
 from experiments.contenders import HEAD_DIM, HEADS, WIDTH, inputs
 
 _LENGTHS = flags.DEFINE_string("lengths", "512,1024,2048,4096,8192,16384", "Comma-separated sequence lengths.")
@@ -39,12 +42,14 @@ _CASES = flags.DEFINE_integer("cases", 100, "How many of the cases of correctnes
 _CORRECTNESS_ONLY = flags.DEFINE_bool("correctness_only", False, "No times.")
 _INTERPRET = flags.DEFINE_bool("interpret", False, "Kernels as JAX operations, on any device; with --correctness_only.")
 _OUTPUT = flags.DEFINE_string("output", "runs/bench_gpu.json", "The JSON.")
+_TABLE = flags.DEFINE_string("table", None, "A table of tiles to put the best ones into.")
 _USAGE = (
     "python -m experiments.bench_gpu [--lengths=512,1024,2048,4096,8192,16384] [--minutes=9.5] [--correctness_only "
-    "[--interpret]] [--output=PATH]"
+    "[--interpret]] [--output=PATH] [--table=PATH]"
 )
 _BOUNDS = {"float32": (1e-5, 5e-5), "bfloat16": (1e-2, 2e-2)}  # outputs, gradients
-_TILES = [(16, 16, 4, 1), (16, 16, 8, 2), (16, 32, 8, 1), (32, 16, 8, 1)]
+_TILES = [gpu.Tile(16, 16, 8), gpu.Tile(16, 16, 4), gpu.Tile(16, 16, 8, 2), gpu.Tile(16, 32, 8), gpu.Tile(32, 16, 8)]
+_TILES_AT = 2048
 
 
 def _cases() -> list[tuple[str, Any, Any, str, dict[str, Any], dict[str, Any]]]:
@@ -77,6 +82,16 @@ def _cases() -> list[tuple[str, Any, Any, str, dict[str, Any], dict[str, Any]]]:
         ("convolution, padding", kerple, Adapt(width=WIDTH, kernel_width=3), "bfloat16", model, {"k_valid": valid}),
         ("convolution", kerple, Adapt("concat", 8, True, 3), "float32", small, {"causal": False}),
     ]
+    # And every bias with every kind of network, as the tests of all backends have them.
+    biases = (None, ALiBi(), kerple, KerplePower(), T5Bias(), FIRE(width=8, init_length=16.0))
+    networks = (
+        None, Adapt(width=8), Adapt("concat", width=8), Adapt("add_residual", width=4), Adapt("bias_only", width=8),
+        Adapt(width=4, per_head=True), Adapt(width=16, kernel_width=3), Adapt("concat", width=4, kernel_width=5),
+        Adapt("add_residual", width=4, kernel_width=3), Adapt(width=4, per_head=True, kernel_width=3),
+    )  # fmt: skip
+    every = itertools.product(biases, networks)
+    cases += [("small", bias, adapt, "float32", {**small, "d": 16}, {}) for bias, adapt in every
+              if bias is not None or adapt is None or adapt.variant != "bias_only"]  # fmt: skip
     return [(name, bias, adapt, dtype, {"length": length, "q_length": length, **shape}, kwargs)
             for name, bias, adapt, dtype, shape, kwargs in cases]  # fmt: skip
 
@@ -94,6 +109,8 @@ def main(_: list[str]) -> None:
     if min(lengths) < 1:
         raise UserError(f"--lengths={_LENGTHS.value}: {min(lengths)} is too small; 1 or more is needed")
     path = command.writable("output", _OUTPUT.value)
+    table = None if _TABLE.value is None else command.writable("table", _TABLE.value)
+    old = [] if table is None else tuned_table.read("table", table)
     report: dict[str, Any] = {
         "device": device.device_kind, "jax": jax.__version__, "python": platform.python_version(),
         "measured": f"DAPE-Kerple, causal, bfloat16, 1 sequence, {HEADS} heads of {HEAD_DIM}, D = {WIDTH}",
@@ -111,7 +128,9 @@ def main(_: list[str]) -> None:
             report[into].append(entry)
             print(
                 f"{what}: "
-                + ", ".join(f"{key} {_text(value)}" for key, value in entry.items() if key not in ("what", "errors"))
+                + ", ".join(
+                    f"{key} {_text(value)}" for key, value in entry.items() if key not in ("what", "errors", "entry")
+                )
             )
         write_json(report, path)
 
@@ -125,8 +144,13 @@ def main(_: list[str]) -> None:
             for backward in (False, True):
                 what = f"{length} tokens, {'forward and backward' if backward else 'forward'}"
                 step(what, "times", functools.partial(_times, length, backward))
-        for tile in _TILES:
-            step(f"tile {tile} at 2048 tokens", "tiles", functools.partial(_tile_times, gpu.Tile(*tile)))
+        for kernel, tile in itertools.product(gpu.KERNELS, _TILES):
+            what = f"{kernel} in tiles of {tile.q} x {tile.k}, {tile.warps} warps, {tile.stages} stages"
+            step(f"{what}, {_TILES_AT} tokens", "tiles", functools.partial(_tile_seconds, kernel, tile))
+    best = tuned_table.best_of_each_kernel(report["tiles"], f"seconds, jax {jax.__version__}")
+    if table is not None and best:
+        write_json({"tiles": tuned_table.merged(old, best)}, table)
+        print(table)
     print(path)
     if wrong:
         command.stop(f"{len(wrong)} cases beyond their bounds: {'; '.join(wrong)}")
@@ -283,18 +307,19 @@ def _times(length: int, backward: bool) -> dict[str, Any]:
     return {**seconds, **ratios}
 
 
-def _tile_times(tile: gpu.Tile) -> dict[str, Any]:
-    """Of all three kernels in one tile."""
-    usual, figures = gpu.default_tiles, {}
-    gpu.default_tiles = lambda *_: (tile, tile, tile)
+def _entry(kernel: str, tile: gpu.Tile) -> dict[str, Any]:
+    sizes = {"block_q": tile.q, "block_k": tile.k, "warps": tile.warps, "stages": tile.stages}
+    return tuned_table.entry(target.current().device_kind, kernel, (HEADS, HEAD_DIM), WIDTH, _TILES_AT, sizes)
+
+
+def _tile_seconds(kernel: str, tile: gpu.Tile) -> dict[str, Any]:
+    """With one kernel in this tile and the others in their usual ones: of the forward alone, or of both passes."""
+    entry = _entry(kernel, tile)
     try:
-        for name, backward in (("forward_s", False), ("forward_and_backward_s", True)):
-            figures[name] = _jax_seconds("pallas_gpu", 2048, backward)
+        with tuned.using("gpu", [entry]):
+            return {"entry": entry, "seconds": _jax_seconds("pallas_gpu", _TILES_AT, backward=kernel != "forward")}
     except Exception as e:  # more shared memory than there is
-        figures["failed"] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
-    finally:
-        gpu.default_tiles = usual
-    return figures
+        return {"entry": entry, "failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"}
 
 
 if __name__ == "__main__":

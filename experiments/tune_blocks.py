@@ -11,7 +11,6 @@ and takes the median of several calls; --targets is then not read. Entries of th
 
 import importlib.metadata
 import importlib.util
-import json
 import statistics
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ from dape_jax.evaluation.report import write_json
 from experiments import command
 from experiments.compiled_cost import compile_order, describe
 from experiments.kernel_programs import MODELS, NAMES, TOPOLOGIES
-from experiments.tuned_table import Tile, best_entries, causal_cycles, merged
+from experiments.tuned_table import Tile, best_entries, causal_cycles, merged, read
 
 _BY = flags.DEFINE_enum("by", "static", ["static", "time"], "What is compared: the compiler's schedule, or time.")
 _TARGETS = flags.DEFINE_string("targets", "v5e,v6e", f"Comma-separated, of {', '.join(TOPOLOGIES)}.")
@@ -56,10 +55,7 @@ def main(_: list[str]) -> None:
         if min(values) < 1:
             raise UserError(f"--{name}={','.join(map(str, values))}: {min(values)} is too small; 1 or more is needed")
     output = command.writable("output", _OUTPUT.value)
-    try:
-        old = merged(json.loads(output.read_text())["tiles"] if output.exists() else [], [])
-    except (ValueError, KeyError, TypeError, OSError) as e:
-        raise UserError(f"--output={output}: is no table of tiles; give another path, or remove it") from e
+    old = read("output", output)
     shapes = [(model, width) for model in models for width in widths]
     if _BY.value == "static":
         entries = _static(command.names("targets", _TARGETS.value, TOPOLOGIES), shapes, lengths, tiles)

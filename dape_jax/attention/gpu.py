@@ -38,6 +38,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
+from dape_jax.attention import tuned
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import Target
@@ -46,6 +47,8 @@ ELEMENTWISE = (biases.ALiBi, biases.KerpleLog, biases.KerplePower)
 """Biases whose formula has one number a head for each parameter: evaluated as it stands, on [positions, heads]."""
 FEATURES = (biases.T5Bias, biases.FIRE)
 """Biases that are a product of features of the two positions, shared by all heads, with a [features, heads] matrix."""
+KERNELS = ("forward", "queries", "keys")
+"""The forward, and the backward over queries and over keys, in the order of a call's tiles."""
 LEAST = 16
 """Rows, columns and contracted entries that a product on the matrix units needs."""
 LARGEST = 128
@@ -220,10 +223,24 @@ def default_tiles(spec: Spec, exact: bool) -> tuple[Tile, Tile, Tile]:
     return Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8)
 
 
-def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes | None) -> Plan:
+def choose_tiles(spec: Spec, arrays: Arrays, target: Target) -> tuple[Tile, ...]:
+    """Those of ``gpu_tuned.json`` for kernels that it has on this device in this shape, else ``default_tiles``."""
     tiles = default_tiles(spec, arrays.q.dtype == jnp.float32)
-    if blocks is not None:
-        tiles = tuple(tile._replace(q=blocks.q, k=blocks.k) for tile in tiles)
+    if _features(spec.bias):  # they take registers and memory that the others do not
+        return tiles
+    found = [tuned.find("gpu", spec, arrays, target, kernel) for kernel in KERNELS]
+    return tuple(
+        tile if e is None else Tile(e["block_q"], e["block_k"], e["warps"], e["stages"])
+        for tile, e in zip(tiles, found, strict=True)
+    )
+
+
+def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> Plan:
+    if blocks is None:
+        tiles = choose_tiles(spec, arrays, target)
+    else:
+        usual = default_tiles(spec, arrays.q.dtype == jnp.float32)
+        tiles = tuple(tile._replace(q=blocks.q, k=blocks.k) for tile in usual)
     return Plan(
         spec=spec,
         forward=tiles[0],
@@ -241,9 +258,9 @@ def make_plan(spec: Spec, arrays: Arrays, blocks: BlockSizes | None) -> Plan:
 def attend(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Target) -> jax.Array:
     """Attention output [H, B, Tq, d] in the dtype of q; rows that may attend to nothing are zero.
 
-    For calls without a ``refusal``. ``blocks`` None takes ``default_tiles``.
+    For calls without a ``refusal``. ``blocks`` None takes ``choose_tiles``.
     """
-    return cast(jax.Array, _attend(make_plan(spec, arrays, blocks), target.interpret, arrays))
+    return cast(jax.Array, _attend(make_plan(spec, arrays, blocks, target), target.interpret, arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,12 +1,11 @@
 """The block sizes of the TPU kernels: those asked for, those tuned for a shape, or the largest that fit VMEM."""
 
 import functools
-import json
-from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.experimental import pallas as pl
 
+from dape_jax.attention import tuned
 from dape_jax.attention.arguments import Arrays, Spec
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import MIB, Target
@@ -39,38 +38,12 @@ def _asked_for(blocks: BlockSizes | None, backward: bool) -> BlockSizes | None:
 
 def choose(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
     """The tile of one kernel: from ``tpu_tuned.json`` if it has the device and the shape, else ``default_blocks``."""
-    blocks = _tuned(spec, arrays, target, backward)
-    if blocks is not None and _why_not(spec, arrays, blocks, target, backward) is None:
-        return blocks
+    entry = tuned.find("tpu", spec, arrays, target, "backward" if backward else "forward")
+    if entry is not None:
+        blocks = BlockSizes(q=entry["block_q"], k=entry["block_k"])
+        if _why_not(spec, arrays, blocks, target, backward) is None:
+            return blocks
     return default_blocks(spec, arrays, target, backward)
-
-
-@functools.cache
-def _table() -> list[dict[str, Any]]:
-    return json.loads(resources.files("dape_jax.attention").joinpath("tpu_tuned.json").read_text())["tiles"]
-
-
-def shape_of(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> dict[str, Any]:
-    """What an entry of the table is for, besides the length."""
-    return {
-        "device_kind": target.device_kind,
-        "kernel": "backward" if backward else "forward",
-        "heads": spec.num_heads,
-        "head_dim": arrays.q.shape[3],
-        "dtype": str(arrays.q.dtype),
-        "width": None if spec.adapt is None else spec.adapt.width,
-    }
-
-
-def _tuned(spec: Spec, arrays: Arrays, target: Target, backward: bool) -> BlockSizes | None:
-    """Of the longest sequences in the table that are not longer than these."""
-    adapt = spec.adapt
-    if arrays.k.shape[0] != spec.num_heads or (adapt is not None and (adapt.per_head or adapt.kernel_width > 1)):
-        return None  # these shapes are not tuned
-    shape, length = shape_of(spec, arrays, target, backward), arrays.k.shape[2]
-    fitting = [e for e in _table() if shape.items() <= e.items() and e["length"] <= length]
-    best = max(fitting, key=lambda e: e["length"], default=None)
-    return None if best is None else BlockSizes(q=best["block_q"], k=best["block_k"])
 
 
 def vmem_bytes(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target, backward: bool) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, KerplePower, T5Bias, UserError, biases, dape_attention
-from dape_jax.attention import api, choose_backend, compile_for, gpu
+from dape_jax.attention import api, choose_backend, compile_for, gpu, target, tuned
 from tests.attention.cases import assert_gradients_close, attend, make, run, segments
 from tests.conftest import relative_error
 
@@ -92,9 +92,28 @@ def test_shifted_sums_end_with_the_array(length):
 def test_causal_blocks_out_of_reach_are_not_computed(length):
     x = jnp.zeros((1, length, 2, 8))
     spec, arrays = api.check(x, x, x)
-    plan, tile = gpu.make_plan(spec, arrays, None), gpu.Tile(16, 32, 4)
+    plan, tile = gpu.make_plan(spec, arrays, None, target.Target("interpret", "")), gpu.Tile(16, 32, 4)
     assert gpu._bounds(plan, tile, arrays, "q").tolist() == [[[0, 1], [0, 1], [0, 2], [0, 2]]]
     assert gpu._bounds(plan, tile, arrays, "k").tolist() == [[[0, 4], [2, 4]]]
+
+
+def test_tuned_tiles():
+    """Of the kernels, the device and the shape that the table has; biases with features keep their own."""
+    shape = {"device_kind": "NVIDIA H100", "heads": 2, "head_dim": 8, "dtype": "float32", "width": 4, "length": 32}
+    entry = {**shape, "kernel": "queries", "block_q": 32, "block_k": 16, "warps": 2, "stages": 3}
+
+    def tiles(device="NVIDIA H100", bias=None, **adapt):
+        x, adapt = jnp.zeros((1, 64, 2, 8)), Adapt(**{"width": 4, **adapt})
+        params = {} if bias is None else bias.init(jax.random.key(0), 2)
+        adapt_params = adapt.init(jax.random.key(0), 2, bias is not None)
+        spec, arrays = api.check(x, x, x, bias=bias, bias_params=params, adapt=adapt, adapt_params=adapt_params)
+        with tuned.using("gpu", [entry]):
+            plan = gpu.make_plan(spec, arrays, None, target.Target("gpu", device))
+        return plan.forward, plan.queries, plan.keys
+
+    usual = gpu.Tile(16, 16, 8)
+    assert tiles() == tiles(bias=ALiBi()) == (usual, gpu.Tile(32, 16, 2, 3), usual)
+    assert tiles(device="NVIDIA A100") == tiles(bias=FIRE(width=4)) == tiles(width=5) == (usual,) * 3
 
 
 def both(bias, adapt):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dape_jax import FIRE, Adapt, ALiBi, BlockSizes, KerpleLog, KerplePower, T5Bias, UserError, biases, dape_attention
-from dape_jax.attention import api, choose_backend, compile_for, target, tpu, tpu_blocks, tpu_plan, tpu_rows
+from dape_jax.attention import api, choose_backend, compile_for, target, tpu, tpu_blocks, tpu_plan, tpu_rows, tuned
 from tests.attention.cases import assert_gradients_close, attend, make, run, segments
 from tests.conftest import relative_error
 
@@ -125,7 +125,7 @@ def test_a_backward_with_tiles_of_its_own_is_for_kernels():
         dape_attention(x, x, x, backend="blockwise", block_sizes=OWN_TILES)
 
 
-def test_tuned_tiles(monkeypatch):
+def test_tuned_tiles():
     """The entry of the longest length that is not longer; others than of the same shape, and what does not fit, do
     not count."""
     device = target.Target("tpu", "TPU v5 lite")
@@ -135,12 +135,12 @@ def test_tuned_tiles(monkeypatch):
     ]
     entries[3] = ("backward", 128, (8192, 8192))
     table = [{**shape, "kernel": kernel, "length": n, "block_q": q, "block_k": k} for kernel, n, (q, k) in entries]
-    monkeypatch.setattr(tpu_blocks, "_table", lambda: table)
 
     def tiles(length, **adapt):
         x, adapt = jnp.zeros((1, length, 2, 8)), Adapt(**{"width": 4, **adapt})
         spec, arrays = api.check(x, x, x, adapt=adapt, adapt_params=adapt.init(jax.random.key(0), 2, False))
-        plans = tpu_blocks.make_plans(spec, arrays, None, device)
+        with tuned.using("tpu", table):
+            plans = tpu_blocks.make_plans(spec, arrays, None, device)
         return plans.forward.block_q, plans.backward.block_q
 
     assert tiles(70) == (16, 16)

@@ -23,6 +23,7 @@ def test_more_wrong_input_gets_one_line(command):  # noqa: F811
         ("bench_gpu", "--interpret"): "add --correctness_only",
         ("bench_gpu", "--correctness_only", "--interpret", "--minutes=-1"): "--minutes=-1.0: more than 0 is needed",
         ("bench_gpu", "--correctness_only", "--interpret", "--lengths=64,0"): "0 is too small",
+        ("bench_gpu", "--correctness_only", "--interpret", "--table=README.md"): "--table=README.md: is no table",
         ("gpu_registers", "--json=/proc/none.json"): "--json=/proc/none.json: cannot be written",
         ("gpu_registers", "--kernel_width=2"): "kernel_width=2",
         ("gpu_registers", "--biases=alibi,alibi"): "names alibi twice",

@@ -35,6 +35,17 @@ def test_the_table():
         ("backward", 1024, "made up"), ("forward", 1024, "again"), ("forward", 2048, "again")]  # fmt: skip
 
 
+def test_the_best_of_what_was_timed():
+    def timed(kernel, warps, **found):
+        tile = {"block_q": 16, "block_k": 16, "warps": warps, "stages": 1}
+        return {"entry": tuned_table.entry("NVIDIA H100", kernel, (12, 64), 32, 2048, tile), **found}
+
+    found = [timed("forward", 4, seconds=3.0), timed("forward", 8, seconds=2.0), timed("forward", 2, failed="why"),
+             timed("keys", 4, failed="why")]  # fmt: skip
+    (best,) = tuned_table.best_of_each_kernel(found, "made up")
+    assert best == timed("forward", 8)["entry"] | {"figure": 2.0, "by": "made up"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
