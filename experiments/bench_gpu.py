@@ -105,13 +105,13 @@ def main(_: list[str]) -> None:
     if device.platform != "gpu" and not _INTERPRET.value:
         raise UserError(f"JAX runs on {device.platform}; a GPU is needed, or --correctness_only --interpret")
     for flag in (_CASES, _MINUTES):
-        if flag.value <= 0:
+        if not flag.value > 0:  # nor NaN
             raise UserError(f"--{flag.name}={flag.value}: more than 0 is needed")
     if min(lengths) < 1:
         raise UserError(f"--lengths={_LENGTHS.value}: {min(lengths)} is too small; 1 or more is needed")
-    path = command.writable("output", _OUTPUT.value)
     table = None if _TABLE.value is None else command.writable("table", _TABLE.value)
     old = [] if table is None else tuned_table.read("table", table)
+    path = command.writable("output", _OUTPUT.value)
     report: dict[str, Any] = {
         "device": device.device_kind, "jax": jax.__version__, "python": platform.python_version(),
         "measured": f"DAPE-Kerple, causal, bfloat16, 1 sequence, {HEADS} heads of {HEAD_DIM}, D = {WIDTH}",
@@ -227,7 +227,8 @@ def _arrays(length: int) -> tuple[dict[str, Any], Any]:
     return arrays, arrays.pop("cotangent")
 
 
-def _jax_seconds(backend: str, length: int, backward: bool) -> float:
+def _jax_call(backend: str, length: int, backward: bool) -> Callable[[], Any]:
+    """The output, or the output and every gradient. Traced when it is first called."""
     arrays, cotangent = _arrays(length)
 
     def attend(x: dict[str, Any]) -> jax.Array:
@@ -240,7 +241,11 @@ def _jax_seconds(backend: str, length: int, backward: bool) -> float:
     if backend == "cudnn":
         arrays = {name: arrays[name] for name in "qkv"}
     forward, both = jax.jit(attend), _with_gradients(attend)
-    return _seconds(lambda: both(arrays, cotangent) if backward else forward(arrays), jax.block_until_ready)
+    return lambda: both(arrays, cotangent) if backward else forward(arrays)
+
+
+def _jax_seconds(backend: str, length: int, backward: bool) -> float:
+    return _seconds(_jax_call(backend, length, backward), jax.block_until_ready)
 
 
 def _torch_seconds(compiled: bool, length: int, backward: bool) -> float:
@@ -316,12 +321,26 @@ def _entry(kernel: str, tile: gpu.Tile) -> dict[str, Any]:
 
 def _tile_seconds(kernel: str, tile: gpu.Tile) -> dict[str, Any]:
     """With one kernel in this tile and the others in their usual ones: of the forward alone, or of both passes."""
-    entry = _entry(kernel, tile)
+    entry, call = _entry(kernel, tile), functools.partial(_jax_call, "pallas_gpu", _TILES_AT, kernel != "forward")
     try:
+        with tuned.using("gpu", []):
+            usual = call()()
         with tuned.using("gpu", [entry]):
-            return {"entry": entry, "seconds": _jax_seconds("pallas_gpu", _TILES_AT, backward=kernel != "forward")}
+            tried = call()
+            got, seconds = tried(), _seconds(tried, jax.block_until_ready)
     except Exception as e:  # more shared memory than there is
         return {"entry": entry, "failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"}
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(usual), strict=True)
+    difference = max(_difference(a, b) for a, b in pairs)
+    if not difference < 2 * _BOUNDS["bfloat16"][1]:
+        return {"entry": entry, "failed": f"{difference:.2g} away from what the usual tiles give"}
+    return {"entry": entry, "seconds": seconds, "difference": difference}
+
+
+def _difference(got: jax.Array, usual: jax.Array) -> float:
+    """Norm of the difference, relative unless what is usual is zero."""
+    a, b = np.asarray(got, np.float64), np.asarray(usual, np.float64)
+    return float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0))
 
 
 if __name__ == "__main__":

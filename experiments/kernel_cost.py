@@ -109,8 +109,6 @@ def _check_numbers(widths: list[int]) -> None:
     for width in widths:
         if width < 1:
             raise UserError(f"--widths={_WIDTHS.value}: {width} is too small; 1 or more is needed")
-        if widths.count(width) > 1:
-            raise UserError(f"--widths={_WIDTHS.value} names {width} twice")
     if _LENGTH.value < max(_SPLASH_BLOCKS) or _LENGTH.value % max(_SPLASH_BLOCKS):
         raise UserError(f"--length={_LENGTH.value}: a multiple of {max(_SPLASH_BLOCKS)} is needed")
     if (_BLOCK_Q.value is None) != (_BLOCK_K.value is None):

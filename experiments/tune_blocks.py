@@ -54,13 +54,14 @@ def main(_: list[str]) -> None:
     for name, values in (("widths", widths), ("lengths", lengths)):
         if min(values) < 1:
             raise UserError(f"--{name}={','.join(map(str, values))}: {min(values)} is too small; 1 or more is needed")
+    static = _BY.value == "static"
+    targets = command.names("targets", _TARGETS.value, TOPOLOGIES) if static else []
+    if not static and jax.default_backend() != "tpu":
+        raise UserError(f"--by=time needs a TPU, and JAX runs on {jax.default_backend()}; use --by=static")
     output = command.writable("output", _OUTPUT.value)
     old = read("output", output)
     shapes = [(model, width) for model in models for width in widths]
-    if _BY.value == "static":
-        entries = _static(command.names("targets", _TARGETS.value, TOPOLOGIES), shapes, lengths, tiles)
-    else:
-        entries = _timed(shapes, lengths, tiles)
+    entries = _static(targets, shapes, lengths, tiles) if static else _timed(shapes, lengths, tiles)
     if not entries:
         raise UserError("--forward, --backward: every tile was left out for the reasons above; nothing is written")
     write_json({"tiles": merged(old, entries)}, output)
@@ -72,7 +73,10 @@ def main(_: list[str]) -> None:
 
 def _tiles(flag: str, value: str) -> list[Tile]:
     try:
-        return [(int(q), int(k)) for q, k in (tile.split("x") for tile in value.split(","))]
+        tiles = [(int(q), int(k)) for q, k in (tile.split("x") for tile in value.split(","))]
+        if min(min(tile) for tile in tiles) < 1:
+            raise ValueError
+        return tiles
     except ValueError:
         raise UserError(f"--{flag}={value}: tiles such as 128x512, separated by commas, are needed") from None
 
@@ -124,18 +128,28 @@ def _device_kind(target: str) -> str:
 
 
 def _timed(shapes: list, lengths: list[int], tiles: dict[str, list[Tile]]) -> list:
-    if jax.default_backend() != "tpu":
-        raise UserError(f"--by=time needs a TPU, and JAX runs on {jax.default_backend()}; use --by=static")
     entries = []
     for shape in shapes:
         figures = {
-            (kernel, length): {tile: _seconds(shape, length, kernel, tile) for tile in tiles[kernel]}
+            (kernel, length): _seconds_of_each(shape, length, kernel, tiles[kernel])
             for kernel in tiles
             for length in tqdm(lengths, desc=f"{shape[0]} D {shape[1]} {kernel}", unit="length")
         }
+        figures = {key: of_tiles for key, of_tiles in figures.items() if of_tiles}
         by = f"seconds, jax {jax.__version__}"
         entries += best_entries(jax.devices()[0].device_kind, shape, by, figures)
     return entries
+
+
+def _seconds_of_each(shape: tuple[str, int], length: int, kernel: str, tiles: list[Tile]) -> dict[Tile, float]:
+    """Of the tiles that can be compiled."""
+    seconds = {}
+    for tile in tiles:
+        try:
+            seconds[tile] = _seconds(shape, length, kernel, tile)
+        except (UserError, jax.errors.JaxRuntimeError) as e:
+            tqdm.write(f"left out: {kernel} {tile[0]} x {tile[1]} at length {length}: {str(e).splitlines()[0]}")
+    return seconds
 
 
 def _seconds(shape: tuple[str, int], length: int, kernel: str, tile: Tile) -> float:

@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from dape_jax import adapt as adapt_lib
@@ -89,8 +90,8 @@ def dape_attention(
     if block_sizes is not None and not isinstance(block_sizes, blocks_lib.BlockSizes):
         raise UserError(f"block_sizes={block_sizes!r}: a BlockSizes is needed, such as BlockSizes(q=128, k=512)")
     for axes_name, axes in (("batch_axes", batch_axes), ("head_axes", head_axes)):
-        if isinstance(axes, str):
-            raise UserError(f"{axes_name}={axes!r}: a tuple of names is needed, such as ({axes!r},)")
+        if isinstance(axes, str) or not isinstance(axes, Collection):
+            raise UserError(f"{axes_name}={axes!r}: a tuple of names is needed, such as ('data',)")
     if batch_axes or head_axes:
         out = _sharded(spec, backend, block_sizes, arrays, tuple(batch_axes), tuple(head_axes))
     else:
@@ -264,6 +265,8 @@ def check(
         raise UserError(f"bias={bias!r}: a position bias such as KerpleLog() is needed, or None")
     if adapt is not None and not isinstance(adapt, adapt_lib.Adapt):
         raise UserError(f"adapt={adapt!r}: an Adapt() is needed, or None")
+    if not isinstance(causal, bool | np.bool_):
+        raise UserError(f"causal={causal!r}: True or False is needed")
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_array(name, x)
         if x.ndim != 4:
@@ -336,6 +339,8 @@ def _params(name: str, params: Any) -> dict[str, jax.Array]:
         raise UserError(f"{name} is of type {type(params).__name__}; a mapping of names to arrays is needed")
     for key, x in (params or {}).items():
         _check_array(f"{name}[{key!r}]", x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise UserError(f"{name}[{key!r}] has dtype {x.dtype}; a floating-point one is needed")
     return dict(params or {})
 
 
@@ -368,8 +373,12 @@ def _check_params(spec: Spec, bias_params: Mapping, adapt_params: Mapping) -> No
 
 def _same(what: str, needed: Mapping[str, tuple], given: Mapping[str, tuple]) -> None:
     for name in sorted({*needed, *given}):
-        if needed.get(name) != given.get(name):
-            raise UserError(f"{what}[{name!r}] has shape {given.get(name)}; {needed.get(name)} is needed")
+        if name not in given:
+            raise UserError(f"{what}[{name!r}] is missing; shape {needed[name]} is needed")
+        if name not in needed:
+            raise UserError(f"{what}[{name!r}] is no parameter of this call; {sorted(needed)} are")
+        if needed[name] != given[name]:
+            raise UserError(f"{what}[{name!r}] has shape {given[name]}; {needed[name]} is needed")
 
 
 __all__ = ["BACKENDS", "backend_of_shapes", "choose_backend", "dape_attention"]

@@ -53,12 +53,13 @@ LEAST = 16
 """Rows, columns and contracted entries that a product on the matrix units needs."""
 LARGEST = 128
 WIDEST = 64
+MOST_TAPS = 5
 MOST_HEADS = 16
 MOST_ACCUMULATED = 1024
 """Heads x padded head dimension that one program accumulates for each query, in registers."""
 MOST_HIDDEN = {"bfloat16": 96, "float32": 64}
 """Hidden units and features of the bias, padded, that a tile of mixed heads holds in an H100's shared memory."""
-AUTOMATIC_ON = ("H100", "H200", "H800", "GH200")
+AUTOMATIC_ON = ("H100", "H200", "H20", "H800", "GH200")
 """Parts of the device kinds, all Hopper, with the memory that the tiles need."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -170,6 +171,8 @@ def refusal(spec: Spec, arrays: Arrays, blocks: BlockSizes | None, target: Targe
         return f"bias {type(bias).__name__} has no kernel; one of {', '.join(c.__name__ for c in served)} is needed"
     if adapt is not None and adapt.width > WIDEST:
         return f"adapt has width={adapt.width}; {WIDEST} or less is needed by the GPU kernels"
+    if adapt is not None and adapt.kernel_width > MOST_TAPS:
+        return f"adapt has kernel_width={adapt.kernel_width}; {MOST_TAPS} or less is needed by the GPU kernels"
     if _mixes(spec):
         if spec.num_heads > MOST_HEADS or spec.num_heads * _padded(d) > MOST_ACCUMULATED:
             most = f"at most {MOST_HEADS} heads, such as 16 of 64 or 8 of 128"

@@ -148,7 +148,7 @@ def misfit(spec: Spec, arrays: Arrays, blocks: BlockSizes, target: Target) -> st
         assert asked_for is not None
         why = _why_not(spec, arrays, asked_for, target, backward)
         if why is not None:
-            return why
+            return why if asked_for is blocks else f"block size backward: {why}"
     return None
 
 

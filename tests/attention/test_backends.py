@@ -290,7 +290,13 @@ BAD = {
     "k_valid has dtype int32": lambda a: dict(a, k_valid=jnp.ones((2, 5), jnp.int32)),
     "q_positions has dtype float32": lambda a: dict(a, q_positions=jnp.arange(5.0)),
     "k_positions has shape": lambda a: dict(a, k_positions=jnp.arange(4)),
-    r"bias_params\['a'\] has shape None": lambda a: dict(a, bias_params={"p": jnp.ones(4)}),
+    r"bias_params\['a'\] is missing; shape \(4,\)": lambda a: dict(a, bias_params={"p": jnp.ones(4)}),
+    r"bias_params\['b'\] is no parameter": lambda a: dict(a, bias_params={**a["bias_params"], "b": jnp.ones(4)}),
+    r"bias_params\['a'\] has dtype int32": lambda a: dict(
+        a, bias_params={**a["bias_params"], "a": jnp.ones(4, jnp.int32)}
+    ),
+    "causal='no': True or False": lambda a: dict(a, causal="no"),
+    "batch_axes=3: a tuple of names": lambda a: dict(a, batch_axes=3),
     r"adapt_params\['w1'\] has shape": lambda a: dict(
         a, adapt=Adapt(), adapt_params=Adapt().init(jax.random.key(0), 4, has_bias=False)
     ),

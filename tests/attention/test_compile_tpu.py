@@ -127,13 +127,20 @@ def test_odd_shapes(heads, d, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "d", "adapt", "dtype"),
-    [(25, 64, Adapt(width=64, per_head=True), jnp.bfloat16),
-     (64, 128, Adapt(width=64, per_head=True, kernel_width=3), jnp.float32)],
+    ("kind", "heads", "d", "adapt", "dtype"),
+    [("v5e", 25, 64, Adapt(width=64, per_head=True), jnp.bfloat16),
+     ("v5e", 64, 128, Adapt(width=64, per_head=True, kernel_width=3), jnp.float32),
+     ("v5p", 64, 128, Adapt(), jnp.float32),
+     ("v5p", 18, 64, Adapt(width=64, per_head=True), jnp.bfloat16),
+     ("v4", 12, 64, Adapt(), jnp.float32),
+     ("v4", 12, 128, Adapt(width=64), jnp.float32),
+     ("v4", 4, 128, Adapt(width=64, per_head=True), jnp.bfloat16),
+     ("v4", 12, 64, Adapt(per_head=True), jnp.float32),
+     ("v4", 12, 64, Adapt(kernel_width=3), jnp.float32)],
     ids=repr,
 )  # fmt: skip
-def test_shapes_that_need_most_of_the_vmem(heads, d, adapt, dtype):
-    compiled("v5e", 700, heads, d, KerpleLog(), adapt, dtype=dtype)
+def test_shapes_that_need_most_of_the_vmem(kind, heads, d, adapt, dtype):
+    compiled(kind, 700, heads, d, KerpleLog(), adapt, dtype=dtype)
 
 
 @pytest.mark.parametrize("adapt", [Adapt(), pytest.param(Adapt(kernel_width=3), marks=pytest.mark.slow)], ids=repr)

@@ -201,6 +201,7 @@ REFUSED = {
     "bias Mine has no kernel": {"bias": Mine()},
     "q has 32 heads of 128, mixed by the network": {"q": jnp.zeros((1, 16, 32, 128)), "adapt": Adapt(width=4)},
     "adapt has width=65": {"adapt": Adapt(width=65)},
+    "adapt has kernel_width=7": {"adapt": Adapt(width=4, kernel_width=7)},
     "adapt has width=64, padded to 64, and the bias 32 features": {"adapt": Adapt(width=64), "bias": T5Bias()},
     "block size rows=2": {"block_sizes": BlockSizes(16, 16, 2)},
     "block size q=8": {"block_sizes": BlockSizes(8, 16, 1)},

@@ -106,6 +106,17 @@ def test_causal_blocks_out_of_reach_are_not_fetched(length):
     assert blocks.keys(8).index_map(0, 1, 1, *forward) == (0, 0, 0)
 
 
+def test_a_nan_stays_in_its_row_and_group():
+    bias, adapt = KerpleLog(), Adapt(width=32)
+    (q, *rest), _ = make(2, 48, 48, 2, 2, 8, bias, adapt)
+    of = functools.partial(attend, "pallas_tpu", bias=bias, adapt=adapt, kernel_blocks=BlockSizes(16, 128))
+    before, after = of(q, *rest), of(q.at[0, 20].set(jnp.nan), *rest)
+    assert np.all(np.isnan(after[0, 20]))
+    assert np.array_equal(before[1], after[1])
+    assert np.array_equal(before[0, :16], after[0, :16])
+    assert np.array_equal(before[0, 24:], after[0, 24:])
+
+
 def test_no_array_of_length_squared():
     bias, adapt = KerpleLog(), Adapt()
     arrays, cotangent = make(1, 2048, 2048, 2, 2, 64, bias, adapt)
@@ -182,6 +193,8 @@ def test_the_choice_by_platform(caplog):
         assert "pallas_tpu is not used: q has head dimension 256" in caplog.text
     with pytest.raises(UserError, match="platform='tpux' is unknown; did you mean 'tpu'"), compile_for("tpux"):
         pass
+    with pytest.raises(UserError, match="device_kind='v5e': a name as JAX has it"), compile_for("tpu", "v5e"):
+        pass
 
 
 class Mine(biases.Bias):
@@ -196,6 +209,7 @@ REFUSED = {
     "no block size fits 56 MiB": {"q": jnp.zeros((1, 16, 512, 128))},
     "block size rows=2": {"block_sizes": BlockSizes(16, 128, 2)},
     "block size q=8": {"block_sizes": BlockSizes(8, 128, 1)},
+    "block size backward: block size q=8": {"block_sizes": BlockSizes(16, 128, backward=BlockSizes(8, 128))},
     "block size k=64": {"block_sizes": BlockSizes(16, 64, 1)},
     "need about .* MiB of VMEM": {"block_sizes": BlockSizes(2048, 2048, 1)},
 }

@@ -203,7 +203,6 @@ def programs(first: int, count: int, kernels: int = 0):
     made = [random_program(seed, "blockwise") for seed in range(first, first + count)]
     seeds = range(first, first + kernels)
     interpreted = [random_program(seed, backend) for backend in ("pallas_tpu", "pallas_gpu") for seed in seeds]
-    interpreted = [p for p in interpreted if p.backend == "pallas_tpu" or p.adapt is None or p.adapt.halo == 0]
     made += [dataclasses.replace(p, dtype=jnp.float32, param_dtype=jnp.float32) for p in interpreted]
     return pytest.mark.parametrize("program", [pytest.param(p, id=f"{p.backend}-{p}") for p in made])
 
