@@ -13,7 +13,7 @@ from dape_jax.nn import linen as dape_linen
 from tests.conftest import relative_error
 
 SECTION = re.search(r"## Use it in your own model\n(.*?)\n## ", Path("README.md").read_text(), re.DOTALL)
-BARE, NNX, LINEN, REPLACED, _AHEAD_OF_TIME = re.findall(r"```python\n(.*?)```", SECTION[1], re.DOTALL)
+BARE, NNX, LINEN, REPLACED = re.findall(r"```python\n(.*?)```", SECTION[1], re.DOTALL)
 
 
 def run(recipe):
