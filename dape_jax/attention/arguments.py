@@ -24,6 +24,12 @@ class Spec:
     num_heads: int
     consecutive: bool = False
 
+    @property
+    def ill_conditioned(self) -> bool:
+        """Whether gradients of parameters are small differences of very large terms, which allow of no rounding to
+        bfloat16 on the way: KerplePower's weigh each entry with its distance to the power a."""
+        return isinstance(self.bias, biases.KerplePower)
+
 
 class Arrays(NamedTuple):
     """The dynamic half. N key-value heads, H query heads, H a multiple of N.

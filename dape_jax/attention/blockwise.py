@@ -212,7 +212,7 @@ def _network(adapt_params: adapt_lib.Params) -> dict[str, jax.Array]:
     return {name: x for name, x in adapt_params.items() if name != "b2"}
 
 
-def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays, out_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Output [H, B, Tq, d] and log-sum-exp tiles [n, r, H, b, bq] (+inf in rows that may attend to nothing)."""
     tiles = _tiles(spec, arrays, blocks)
     dtype = args_lib.compute_dtype(arrays.q)
@@ -250,7 +250,7 @@ def _forward(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array,
         out, top, total = jax.lax.fori_loop(first, last, key_tile, state)
         empty = total == 0.0
         total = jnp.where(empty, 1.0, total)
-        return (out / total[..., None]).astype(q.dtype), jnp.where(empty, jnp.inf, top + jnp.log(total))
+        return (out / total[..., None]).astype(out_dtype), jnp.where(empty, jnp.inf, top + jnp.log(total))
 
     out, lse = _map(query_tile, tiles.query_side())
     return _join(out, arrays.q.shape[2]), lse
@@ -263,14 +263,17 @@ def _map(body: Any, xs: Any) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> jax.Array:
     """Parameters in the compute dtype."""
-    return _forward(spec, blocks, arrays)[0]
+    return _forward(spec, blocks, arrays, arrays.q.dtype)[0]
 
 
 def _attend_fwd(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array, Any]:
-    out, lse = _forward(spec, blocks, arrays)
+    # A rounded output makes each row of logit gradients sum to a little more or less than zero, which the gradients of
+    # parameters, sums over all rows, would show.
+    learned = arrays.bias_params or arrays.adapt_params
+    out, lse = _forward(spec, blocks, arrays, args_lib.compute_dtype(arrays.q) if learned else arrays.q.dtype)
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
     out = checkpoint_name(out, "dape_attention_out")
-    return out, (arrays, out, checkpoint_name(lse, "dape_attention_lse"))
+    return out.astype(arrays.q.dtype), (arrays, out, checkpoint_name(lse, "dape_attention_lse"))
 
 
 def _attend_bwd(spec: Spec, blocks: BlockSizes, saved: Any, d_out: jax.Array) -> tuple[Arrays]:

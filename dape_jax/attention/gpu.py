@@ -372,8 +372,8 @@ def logits(plan: Plan, operands: Operands, s: jax.Array, q: jax.Array, k: jax.Ar
     residual, inputs = _inputs(plan, operands, s, q, k)
     p, hidden = operands.adapt, operands.adapt["b1"]
     for x, w in zip(inputs, p["w1"][0], strict=True):
-        hidden = mix(False, plan.exact, x, w) + hidden
-    return residual + mix(False, plan.exact, _activated(hidden), p["w2"][0])
+        hidden = mix(plan.spec.ill_conditioned, plan.exact, x, w) + hidden
+    return residual + mix(plan.spec.ill_conditioned, plan.exact, _activated(hidden), p["w2"][0])
 
 
 def _inputs(
@@ -653,7 +653,7 @@ class _Program:
         return residual, xs, vjp
 
     def mix(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Callable]:
-        return jax.vjp(functools.partial(mix, False, self.plan.exact), x, w)
+        return jax.vjp(functools.partial(mix, self.plan.spec.ill_conditioned, self.plan.exact), x, w)
 
     def activated(self, i: Any, j: Any, shift: Any, hidden: jax.Array) -> tuple[jax.Array, Callable]:
         """The hidden layer as the second convolution sees it, zero beyond the first and last key and on padding, not

@@ -87,8 +87,12 @@ def kernel(plan: Plan, r: Forward) -> None:
         stages = [*(_tabled(plan, r) if plan.tabled else [_general(plan, r)]), _softmax(plan, r, masked)]
         tpu_tiles.pipelined(plan.block_q // (plan.group * plan.together), stages)
         for h in range(plan.heads):
-            p = tpu_tiles.rounded(plan, tpu_tiles.gather(plan, r.slabs, h))
-            values = tpu_tiles.product(plan, p, r.v[0, :, plan.kv_head(h)], (1, 0))
+            p = tpu_tiles.gather(plan, r.slabs, h)
+            parts = [tpu_tiles.rounded(plan, p)]
+            if plan.precise_values:
+                parts.append(tpu_tiles.rounded(plan, p - parts[0].astype(jnp.float32)))
+            v = r.v[0, :, plan.kv_head(h)]
+            values = functools.reduce(jnp.add, [tpu_tiles.product(plan, x, v, (1, 0)) for x in parts])
             decay = tpu_tiles.strided(plan, r.decay, h)[...]
             r.acc[h] = r.acc[h] * lanes(decay, plan.head_dim) + values
 

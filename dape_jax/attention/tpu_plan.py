@@ -97,6 +97,12 @@ class Plan:
         return 1 if self.exact else 3 if self.saving else 2
 
     @property
+    def precise_values(self) -> bool:
+        """Whether probabilities meet the values in a high and a low part: rounded once they make each row of logit
+        gradients sum to a little more or less than zero."""
+        return self.saving and not self.exact and self.spec.ill_conditioned
+
+    @property
     def high_and_low(self) -> int:
         """Rows of a group's S in as many parts as it has."""
         return self.rows.count * (1 if self.exact else 2)

@@ -214,6 +214,23 @@ def test_far_positions_keep_their_precision_in_bfloat16(backend):
     assert relative_error(out, expected) < 4e-3
 
 
+@pytest.mark.parametrize("positions", ["default", "given"])
+@pytest.mark.parametrize("bias", [KerplePower(), T5Bias(), FIRE(activation="leaky_relu")], ids=repr)
+@pytest.mark.parametrize("backend", TILED)
+def test_the_other_biases_in_bfloat16(backend, bias, positions):
+    """KerplePower's gradients weigh entries by up to 150 ** 1.97: a row that does not sum to zero shows."""
+    adapt = Adapt()
+    arrays, cotangent = make(1, 150, 150, 12, 12, 32, bias, adapt, jnp.bfloat16, seed=1)
+    kwargs = {}
+    if positions == "given":  # the same ones, which the kernels cannot know
+        kwargs = {name: jnp.arange(150, dtype=jnp.int32) for name in ("q_positions", "k_positions")}
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangent))
+    want, want_grads = run("reference", *exact, bias, adapt, **kwargs)
+    got, grads = run(backend, arrays, cotangent, bias, adapt, **kwargs)
+    assert relative_error(got, want) < 1e-2
+    assert_gradients_close(grads, want_grads, 2e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [KerpleLog(), KerplePower(), ALiBi()], ids=repr)
 @pytest.mark.parametrize("backend", TILED)
