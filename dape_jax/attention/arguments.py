@@ -27,8 +27,8 @@ class Spec:
     @property
     def ill_conditioned(self) -> bool:
         """Whether gradients of parameters are small differences of very large terms, which allow of no rounding to
-        bfloat16 on the way: KerplePower's weigh each entry with its distance to the power a."""
-        return isinstance(self.bias, biases.KerplePower)
+        bfloat16 on the way: those of biases that grow with the distance, or with a power of it."""
+        return isinstance(self.bias, biases.ALiBi | biases.KerplePower)
 
 
 class Arrays(NamedTuple):

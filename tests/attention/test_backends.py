@@ -158,8 +158,7 @@ def test_against_reference_at_odd_lengths(backend, bias, adapt, length, dtype):
         assert_gradients_close(grads, want_grads, 3e-5, **kinks)
     else:  # bfloat16's own rounding of the result is 2^-9 an entry; the kernels' network has products in bfloat16
         assert relative_error(out, want) < (1e-2 if kernels else 4e-3)
-        wider = {"w1": 5e-2} if kernels and bias == ALiBi() else {}
-        assert_gradients_close(grads, want_grads, 2e-2 if kernels else 1e-2, **wider)
+        assert_gradients_close(grads, want_grads, 2e-2 if kernels else 1e-2)
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 1), (8, 16, 2), (16, 8, 4), (32, 32, 1), (5, 3, 2)])
@@ -233,16 +232,16 @@ def test_the_other_biases_in_bfloat16(backend, bias, positions):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [KerpleLog(), KerplePower(), ALiBi()], ids=repr)
-@pytest.mark.parametrize("backend", TILED)
+@pytest.mark.parametrize("backend", ["blockwise", "pallas_tpu"])  # the GPU's small tiles take too long, interpreted
 def test_gradients_up_to_distance_8192_in_bfloat16(backend, bias):
-    """ALiBi's W1 and W2 sum over biases in the thousands, whose rounding shows with every backend."""
-    adapt = Adapt()
-    arrays, cotangent = make(1, 32, 8192, 12, 12, 64, bias, adapt, jnp.bfloat16)
+    """ALiBi's W1 and W2 sum over biases in the thousands, so that whatever is rounded on the way would show."""
+    adapt, blocks = Adapt(), BlockSizes(q=16, k=1024, rows=1)
+    arrays, cotangent = make(1, 16, 8192, 12, 12, 64, bias, adapt, jnp.bfloat16)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangent))
     want, want_grads = run("reference", *exact, bias, adapt)
-    got, grads = run(backend, arrays, cotangent, bias, adapt, compiler_options=OPTIMISED)
+    got, grads = run(backend, arrays, cotangent, bias, adapt, blocks)
     assert relative_error(got, want) < 1e-2
-    assert_gradients_close(grads, want_grads, 2e-2, **({"w1": 5e-2, "w2": 5e-2} if bias == ALiBi() else {}))
+    assert_gradients_close(grads, want_grads, 2e-2)
 
 
 def test_no_array_of_length_squared_in_the_blockwise_program():
