@@ -145,7 +145,8 @@ def test_causality_by_gradient(backend, adapt):
 def test_against_reference_at_odd_lengths(backend, bias, adapt, length, dtype):
     """The reference receives the same rounded q, k, v in float32."""
     arrays, cotangent = make(2, length, length, 12, 12, 64, bias, adapt, dtype)
-    options = OPTIMISED if length == 1000 else None  # interpreted kernels take minutes otherwise
+    # Interpreted, the GPU's many small tiles take longer to run than to compile well; the TPU's few large ones do not.
+    options = OPTIMISED if length == 1000 and backend == "pallas_gpu" else None
     out, grads = run(backend, arrays, cotangent, bias, adapt, compiler_options=options)
     assert out.dtype == dtype
     kernels = backend.startswith("pallas")
