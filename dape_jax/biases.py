@@ -31,12 +31,15 @@ class Bias:
 
     Attributes:
       distance_only: whether the value depends on |i - j| alone, so that ``bias_table`` exists.
+      steep: whether values grow with the distance or with a power of it. Gradients of parameters are then small
+        differences of very large terms, which allow of no rounding to bfloat16 on the way.
       shared: names of parameters that all heads of a layer share; every other one has a leading head axis.
       bounds: smallest and largest permitted value of a parameter. ``value`` never reads one beyond, and the training
         loop projects parameters onto the bounds after each update.
     """
 
     distance_only: ClassVar[bool] = True
+    steep: ClassVar[bool] = False
     shared: ClassVar[frozenset[str]] = frozenset()
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
 
@@ -86,6 +89,8 @@ class ALiBi(Bias):
     The usual shortcut ``slope * j`` is not used: the DAPE network is not invariant to a constant along a row.
     """
 
+    steep: ClassVar[bool] = True
+
     def constants(self, num_heads: int) -> dict[str, np.ndarray]:
         return {"slope": alibi_slopes(num_heads)}
 
@@ -117,6 +122,8 @@ class KerplePower(Bias):
 
     The ranges are those of the official Kerple code, which calls this p bias_a and this a bias_p.
     """
+
+    steep: ClassVar[bool] = True
 
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"p": (0.01, math.inf), "a": (0.01, 2.0)}
 

@@ -267,10 +267,7 @@ def _attend(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> jax.Array:
 
 
 def _attend_fwd(spec: Spec, blocks: BlockSizes, arrays: Arrays) -> tuple[jax.Array, Any]:
-    # A rounded output makes each row of logit gradients sum to a little more or less than zero, which the gradients of
-    # parameters, sums over all rows, would show.
-    learned = arrays.bias_params or arrays.adapt_params
-    out, lse = _forward(spec, blocks, arrays, args_lib.compute_dtype(arrays.q) if learned else arrays.q.dtype)
+    out, lse = _forward(spec, blocks, arrays, args_lib.saved_dtype(arrays))
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
     out = checkpoint_name(out, "dape_attention_out")
     return out.astype(arrays.q.dtype), (arrays, out, checkpoint_name(lse, "dape_attention_lse"))

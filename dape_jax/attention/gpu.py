@@ -39,7 +39,7 @@ from jax.experimental.pallas import triton as plgpu
 from dape_jax import adapt as adapt_lib
 from dape_jax import biases
 from dape_jax.attention import tuned
-from dape_jax.attention.arguments import Arrays, Spec
+from dape_jax.attention.arguments import Arrays, Spec, saved_dtype
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import Target
 
@@ -272,10 +272,7 @@ def _attend(plan: Plan, interpret: bool, arrays: Arrays) -> jax.Array:
 
 
 def _attend_fwd(plan: Plan, interpret: bool, arrays: Arrays) -> tuple[jax.Array, Any]:
-    # In float32 for the backward: a rounded output makes each row of logit gradients sum to a little more or less than
-    # zero, which the gradients of parameters, sums over all rows, would show.
-    dtype = jnp.dtype(jnp.float32) if arrays.bias_params or arrays.adapt_params else arrays.q.dtype
-    out, lse = _forward(plan, interpret, arrays, dtype)
+    out, lse = _forward(plan, interpret, arrays, saved_dtype(arrays))
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
     out = checkpoint_name(out, "dape_attention_out")
     return _heads_first(out).astype(arrays.q.dtype), (arrays, out, checkpoint_name(lse, "dape_attention_lse"))
@@ -372,8 +369,8 @@ def logits(plan: Plan, operands: Operands, s: jax.Array, q: jax.Array, k: jax.Ar
     residual, inputs = _inputs(plan, operands, s, q, k)
     p, hidden = operands.adapt, operands.adapt["b1"]
     for x, w in zip(inputs, p["w1"][0], strict=True):
-        hidden = mix(plan.spec.ill_conditioned, plan.exact, x, w) + hidden
-    return residual + mix(plan.spec.ill_conditioned, plan.exact, _activated(hidden), p["w2"][0])
+        hidden = mix(plan.spec.steep, plan.exact, x, w) + hidden
+    return residual + mix(plan.spec.steep, plan.exact, _activated(hidden), p["w2"][0])
 
 
 def _inputs(
@@ -653,7 +650,7 @@ class _Program:
         return residual, xs, vjp
 
     def mix(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Callable]:
-        return jax.vjp(functools.partial(mix, self.plan.spec.ill_conditioned, self.plan.exact), x, w)
+        return jax.vjp(functools.partial(mix, self.plan.spec.steep, self.plan.exact), x, w)
 
     def activated(self, i: Any, j: Any, shift: Any, hidden: jax.Array) -> tuple[jax.Array, Callable]:
         """The hidden layer as the second convolution sees it, zero beyond the first and last key and on padding, not

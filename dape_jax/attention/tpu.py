@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dape_jax.attention import tpu_backward, tpu_blocks, tpu_forward, tpu_rows, tpu_tables, tpu_tiles
-from dape_jax.attention.arguments import Arrays, Spec
+from dape_jax.attention.arguments import Arrays, Spec, saved_dtype
 from dape_jax.attention.blocks import BlockSizes
 from dape_jax.attention.target import MIB, Target
 from dape_jax.attention.tpu_blocks import Plans
@@ -62,10 +62,7 @@ def _attend(plans: Plans, target: Target, arrays: Arrays) -> jax.Array:
 
 
 def _attend_fwd(plans: Plans, target: Target, arrays: Arrays) -> tuple[jax.Array, Any]:
-    # Rounding the output that the backward reads makes each row of logit gradients sum to a little more or less than
-    # zero, which the gradients of parameters, sums over all rows, would show: 2 to 4 % for FIRE's.
-    dtype = jnp.dtype(jnp.float32) if arrays.bias_params or arrays.adapt_params else arrays.q.dtype
-    out, lse = _forward(plans.saving, target, arrays, dtype)
+    out, lse = _forward(plans.saving, target, arrays, saved_dtype(arrays))
     lse = lse[:, : arrays.q.shape[2]]
     # Named for rematerialisation policies: with both saved, the backward needs no second forward.
     out = checkpoint_name(_heads_first(out, arrays.q), "dape_attention_out")

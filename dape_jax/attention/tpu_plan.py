@@ -100,7 +100,7 @@ class Plan:
     def precise_values(self) -> bool:
         """Whether probabilities meet the values in a high and a low part: rounded once they make each row of logit
         gradients sum to a little more or less than zero."""
-        return self.saving and not self.exact and self.spec.ill_conditioned
+        return self.saving and not self.exact and self.spec.steep
 
     @property
     def high_and_low(self) -> int:

@@ -187,7 +187,7 @@ def logits(rows: Rows, operands: Operands, s: jax.Array, geometry: Geometry) -> 
 
 def _joint(rows: Rows, p: dict[str, jax.Array], inputs: Sequence[jax.Array], is_key: jax.Array | None) -> jax.Array:
     x = inputs[0] if len(inputs) == 1 else jnp.concatenate(inputs, axis=0)
-    full = rows.spec.ill_conditioned
+    full = rows.spec.steep
     act = _leaky(mix(full, rows.exact, p["w1"], x) + lanes(p["b1"], rows.keys), is_key)
     y = mix(full, rows.exact, p["w2"], act)
     n, half = rows.count, rows.taps // 2

@@ -163,7 +163,7 @@ def test_tuned_tiles():
 
 @pytest.mark.parametrize(
     ("kind", "budget", "heads", "d"),
-    [("TPU v4", 15, 1, 64), ("TPU v4", 15, 25, 64), ("TPU v5 lite", 48, 12, 64), ("", 48, 64, 64),
+    [("TPU v4", 11, 1, 64), ("TPU v4", 13.125, 25, 64), ("TPU v5 lite", 48, 12, 64), ("", 48, 64, 64),
      ("TPU v5", 56, 112, 128), ("TPU v5 lite", 104, 224, 128)],
 )  # fmt: skip
 def test_default_blocks_fit_the_memory(kind, budget, heads, d):
